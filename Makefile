@@ -105,9 +105,9 @@ lint: $(FULL)
 audit: $(FULL)
 	$(VENV)/bin/python scripts/audit.py
 
-# All but the one for accelerators, those that fill docs/results, and the one of the page where there is no browser.
+# All but the one for accelerators, those that fill docs/results or assets, and the one of the page where there is no browser.
 bench: $(FULL)
-	@for file in $(filter-out $(addprefix benchmarks/,accelerator.py adapter_paths.py algorithms.py aqn.py real.py retool.py) $(if $(shell command -v chromedriver),,benchmarks/report_page.py), \
+	@for file in $(filter-out $(addprefix benchmarks/,accelerator.py adapter_paths.py algorithms.py aqn.py quickstart_base.py quickstart_problems.py readme_figure.py real.py retool.py) $(if $(shell command -v chromedriver),,benchmarks/report_page.py), \
 			$(wildcard benchmarks/[a-z]*)); do \
 		$(VENV)/bin/python -m benchmarks.$$(basename $$file .py) || exit $$?; done
 

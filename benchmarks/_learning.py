@@ -26,9 +26,7 @@ import perl
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.scoring.statistics import seeds_reach, t_tails
-from perl.tools import real
-from perl.tools.quickstart import run as quickstart
-from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
+from perl.tools import quickstart, real
 from perl.tools.stages import Evaluation, StageError, train
 
 WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
@@ -217,7 +215,12 @@ def validated(how: Evaluation) -> list[str]:
 
 def quickstart_evaluation(seed: int) -> Evaluation:
     return Evaluation(
-        model=BASE_FOLDER, held_out=quickstart.HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed
+        model=quickstart.BASE_FOLDER,
+        held_out=quickstart.HELD_OUT,
+        sampled=quickstart.SAMPLED,
+        greedy=quickstart.GREEDY,
+        engine="hf",
+        seed=seed,
     )
 
 

@@ -25,8 +25,7 @@ from benchmarks._learning import is_there, learn, markdown, panels, rows_to_draw
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import report_errors
 from perl.base.files import add_row
-from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
-from perl.tools.quickstart.run import HELD_OUT, RECIPE
+from perl.tools.quickstart import BASE_FOLDER, GREEDY, HELD_OUT, RECIPE, SAMPLED
 from perl.tools.stages import ROOT, Evaluation, evaluate
 
 RESULTS = ROOT / "docs" / "results" / "algorithms.jsonl"

@@ -18,5 +18,5 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 
-exec "$PYTHON" -m perl.tools.quickstart.run \
+exec "$PYTHON" -m perl.tools.quickstart \
     --seed "${QUICKSTART_SEED:-1}" --engine "${QUICKSTART_ENGINE:-hf}" "$@"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.engines.base import warn_once
+from perl.base.errors import say_once
 from tests.npuemu import emulator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -48,9 +48,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_for_the_next_test():
-    """Of what a run in this process changes: the environment, the level of our log, what `warn_once` has said."""
+    """Of what a run in this process changes: the environment, the level of our log, what `say_once` has said."""
     before = dict(os.environ)
-    warn_once.cache_clear()
+    say_once.cache_clear()
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]

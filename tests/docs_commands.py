@@ -226,6 +226,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.real",
             "benchmarks.accelerator",
             "benchmarks.report_page",
+            "benchmarks.readme_figure",
             "benchmarks.validation",
             "benchmarks.soak",
             "benchmarks.python_tool",

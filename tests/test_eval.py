@@ -77,32 +77,10 @@ def test_use_vllm_is_a_switch():
         (["--gpu_memory_utilization", "0.5"], "--gpu_memory_utilization 0.5: is vLLM's; add --use_vllm"),
         (["--enforce_eager"], "--enforce_eager true: is vLLM's; add --use_vllm"),
         (["--use_vllm", "--gpu_memory_utilization", "0"], "a share above 0"),
-        (["--limit", "5"], "--limit 5: is lm-evaluation-harness's flag; write --max_samples 5"),
-        (["--limit", "0.1"], "write --max_samples and how many problems of each dataset"),
-        (["--limit=5", "--use_vllm"], "--limit 5: is lm-evaluation-harness's flag; write --max_samples 5"),
-        (
-            ["--batch_size", "auto"],
-            "--batch_size auto: is lm-evaluation-harness's flag; leave it out: the batch is kept",
-        ),
-        (["--tasks", "gsm8k,aime24"], "write --dataset gsm8k,aime24"),
-        (
-            [
-                "--model_args",
-                "pretrained=Qwen/Qwen2.5-7B,tensor_parallel_size=2,swap_space=4,gpu_memory_utilization=0.8",
-            ],
-            "write --model Qwen/Qwen2.5-7B --tp_size 2 --gpu_memory_utilization 0.8; there is no flag for swap_space",
-        ),
-        (["--num_fewshot", "4"], "--num_fewshot 4: is lm-evaluation-harness's flag; write --few_shot 4"),
-        (["--output_path", "out"], "write --result_dir out"),
-        (["--apply_chat_template"], "leave it out: the model's chat template is always applied"),
-        (
-            ["--apply_chat_template", "--seed", "1"],
-            "--apply_chat_template: is lm-evaluation-harness's flag; leave it out",
-        ),
-        (
-            ["--gen_kwargs", "temperature=0.7,max_gen_toks=512,until=x"],
-            "write --temperature 0.7 --max_new_tokens 512; there",
-        ),
+        (["--limit", "5"], "unknown flag --limit; did you mean --max_samples?"),
+        (["--num_fewshot=4"], "unknown flag --num_fewshot; did you mean --few_shot?"),
+        (["--output_path", "out"], "unknown flag --output_path; did you mean --result_dir?"),
+        (["--gen_kwargs", "temperature=0.7"], "unknown flag --gen_kwargs; --help lists the known ones"),
         (["--adapter_mode", "lora"], "no --adapter to serve"),
         (["--adapter_mode", "lora", "--adapter", "a"], "needs --use_vllm"),
         (["--dataset", " , "], "--dataset is empty"),
@@ -170,7 +148,7 @@ def test_the_report_shows_what_the_run_was_compared_with(model, sums, tmp_path, 
     ("flag", "said"),
     [
         ("--datasets", "unknown flag --datasets; did you mean --dataset?"),
-        ("--tasks", "--tasks gsm8k: is lm-evaluation-harness's flag; write --dataset gsm8k"),
+        ("--tasks", "unknown flag --tasks; did you mean --dataset?"),
     ],
 )
 def test_a_users_mistake_ends_with_code_2_and_one_line(flag, said):

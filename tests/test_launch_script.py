@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
         ({"training.importance_sampling_level": "row"}, "importance_sampling_level: unknown"),
         (
             {"training.use_vllm": "true", "training.vllm_mode": "server"},
-            "vllm_mode server: was removed; write colocate",
+            "vllm_mode: unknown vllm_mode 'server'; known: colocate",
         ),
         ({"training.max_steps": 0}, "max_steps 0: no step to train"),
         ({"training.sync_ref_model": "true"}, "the model that the run begins with, and never changes"),

@@ -31,4 +31,4 @@ def test_the_quickstart_runs_in_the_environment_that_make_has_made(where, tmp_pa
         environment["PYTHON"] = "/usr/bin/false"
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(python), "perl.tools.quickstart.run"]
+    assert done.stdout.split() == [str(python), "perl.tools.quickstart"]

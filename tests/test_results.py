@@ -194,9 +194,8 @@ def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(t
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_one_after_an_hour(tmp_path):
-    killed = ("_row.ab_12cd3.partial", ".row.ab_12cd3.partial")  # as 0.12 called it
     names = ("_row.new45678.partial", "_other.ab_12cd3.partial", "_row.notes.md.partial")
-    for name in (*killed, *names):
+    for name in ("_row.ab_12cd3.partial", *names):
         (tmp_path / name).touch()
         if "new" not in name:
             os.utime(tmp_path / name, times=(0, 0))

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.evaluator.ours import ROOT, environment, evaluate, run_logged
 from perl.tasks import TASKS
-from perl.tools.quickstart.run import RECIPE
+from perl.tools.quickstart import RECIPE
 from perl.tools.stages import train
 
 VERSION = "0.4.13"

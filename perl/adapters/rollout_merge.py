@@ -25,8 +25,8 @@ from perl import device
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
 from perl.adapters.none import has_adapter
+from perl.base.errors import say_once
 from perl.device.sharding import any_rank, resharded
-from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
 
 log = logging.getLogger(__name__)
@@ -255,5 +255,5 @@ class _HostMemory:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # the limit on locked memory (ulimit -l), as containers have it
             reason = (str(error).strip() or repr(error)).splitlines()[0]
-            warn_once(f"the base's weights are kept in host memory that is not pinned, which is slower: {reason}")
+            say_once(f"the base's weights are kept in host memory that is not pinned, which is slower: {reason}")
             return torch.empty(size, dtype=torch.uint8)

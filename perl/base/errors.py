@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import functools
 import importlib.util
+import logging
 import os
 import re
 import select
@@ -20,6 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from perl.base.redact import hide, hide_secrets_in_tracebacks
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -86,6 +90,12 @@ class Stopped(BaseException):
     def __init__(self, message: str, signum: int):
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+@functools.cache
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Log it once a process. For fallbacks: a rollout is made many times a run."""
+    log.log(level, "%s", message)
 
 
 def lost_a_peer(error: Exception) -> bool:

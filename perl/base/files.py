@@ -139,7 +139,7 @@ def _open_lock(path: str, _: int) -> int:
 
 
 def _remove_stale(file: Path) -> None:
-    named = re.compile(rf"[_.]{re.escape(file.name)}\.[a-z0-9_]{{8}}\.partial")  # by mkstemp; of 0.12: .
+    named = re.compile(rf"_{re.escape(file.name)}\.[a-z0-9_]{{8}}\.partial")  # by mkstemp
     with contextlib.suppress(OSError):  # a folder that cannot be listed, a file that another has removed
         for entry in os.scandir(file.parent):
             if named.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_S:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from perl.base.errors import UserError
 from perl.config.files import look_for
 from perl.config.parser import Parser, descriptions
-from perl.config.replaced import refuse_harness_flags
 from perl.config.schema import EnvironmentConfig
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
@@ -117,7 +116,6 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str]) -> EvalConfig:
     """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
     parser = build_parser()
-    refuse_harness_flags(argv)
     if any(word.partition("=")[0] == "--rescore" for word in argv):
         parser.set_defaults(model="", dataset="")
         for action in parser._actions:

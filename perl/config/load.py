@@ -26,9 +26,8 @@ from perl.config.help import add_help
 from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
-from perl.config.replaced import REMOVED_FIELDS, without_removed
 from perl.config.schema import GROUPS, Groups, RolloutConfig
-from perl.config.unused_flags import RULES, Rule, flags_without_effect, recipe_without_effect
+from perl.config.unused_flags import RULES, Rule, flags_without_effect
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -55,6 +54,17 @@ SAY_ONE_THING = (
     (CORRECTION, *TRLS_CORRECTION),
 )
 """What a recipe says by one of these names goes before what its base says by another."""
+NOT_TAKEN: tuple[str | int, ...] = (
+    "transformers_continuous_batching_config",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+    "vllm_group_port",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+)
+"""Fields of TRL's that are no flags here: of engines that perl has not."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 TRL_EPOCHS = 3.0
 """num_train_epochs where nobody has said it."""
@@ -170,7 +180,6 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings += leave_out_other_methods(values, given, written)
     check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
-    warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
     return Parsed(values=values, warnings=warnings, missing=missing, parser=parser, program=program)
 
 
@@ -184,8 +193,7 @@ def build_parser(program: Program) -> Parser:
     parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
     for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
-    removed: set[str | int] = {name.removeprefix("training.") for name in REMOVED_FIELDS}
-    parser.add_class_arguments(program.training_class(), "config.training", skip=removed)
+    parser.add_class_arguments(program.training_class(), "config.training", skip=set(NOT_TAKEN))
     add_help(parser, [*program.groups, "training"])
     return parser
 
@@ -197,7 +205,6 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Nam
         return Namespace(), {}
     content, written_in = recipe_content(path, program)
     try:
-        content = {name: without_removed(name, fields) for name, fields in content.items()}
         return parser.parse_object({"config": content}, defaults=False), written_in
     except UserError as error:
         field = re.search(r"--config\.(\w+\.\w+)", str(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from typing import NoReturn
 
 import yaml
@@ -13,7 +12,6 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
 from perl.base.errors import UserError, nearest
-from perl.config.replaced import refuse_removed_flags
 
 OTHER_NAMES = {
     "adv_estimator": ("name",),
@@ -30,14 +28,18 @@ OTHER_NAMES = {
     "kl_loss_type": ("kl_estimator",),
     "kl_penalty": ("kl_in_reward_estimator",),
     "learning_rate": ("lr",),
-    "limit": ("example_numbers",),
+    "limit": ("example_numbers", "max_samples"),
     "loss_agg_mode": ("loss_type",),
     "lr": ("learning_rate",),
     "max_num_gen_batches": ("max_resample_factor",),
     "model": ("model_name_or_path",),
+    "num_fewshot": ("few_shot",),
+    "output_path": ("result_dir",),
     "rank": ("r",),
+    "system_instruction": ("system_prompt",),
+    "tasks": ("dataset",),
 }
-"""What other programs, verl among them, call a field -> ours."""
+"""What other programs, verl and lm-evaluation-harness among them, call a field -> ours."""
 
 
 WORDS = {
@@ -64,10 +66,6 @@ class Parser(ArgumentParser):
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("exit_on_error", False)
         super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def parse_args(self, args=None, *others, **kwargs):  # type: ignore[override]
-        refuse_removed_flags(sys.argv[1:] if args is None else args)
-        return super().parse_args(args, *others, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         raise UserError(self._explain(message)) from ex

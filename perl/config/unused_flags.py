@@ -1,9 +1,8 @@
-"""Flags, and what a recipe sets for its algorithm, that are known but change nothing in this run: each gets one
-warning, none is silently ignored."""
+"""Flags that are known but change nothing in this run: each gets one warning, none is silently ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jsonargparse import Namespace
@@ -191,36 +190,8 @@ def flags_without_effect(values: Namespace, given: Namespace, rules: Sequence[Ru
         given: only what the user wrote on the command line.
         rules: of the program.
     """
-    return [f"--config.{name} has no effect: {why}" for name, why in _without_effect(values, given, rules)]
-
-
-OF_ALGORITHMS = ("algorithm.", "critic.")
-"""Groups that a recipe writes for its algorithm. What it writes of others is there for another engine or device too."""
-
-
-def recipe_without_effect(
-    values: Namespace, recipe: Namespace, given: Namespace, groups: Mapping[str, type], rules: Sequence[Rule] = RULES
-) -> list[str]:
-    """One line for each field of OF_ALGORITHMS that the recipe sets to another value than the default and that has no
-    effect under `values`. A run's own config.yaml holds every default, which is no wish.
-
-    Args:
-        given: what the user wrote on the command line, which is told by `flags_without_effect`.
-        groups: the program's.
-    """
-    defaults = {f"{name}.": kind() for name, kind in groups.items() if f"{name}." in OF_ALGORITHMS}
     return [
-        f"the recipe's {name} has no effect: {why}"
-        for name, why in _without_effect(values, recipe, rules)
-        for group, default in defaults.items()
-        if name.startswith(group) and name not in given and recipe[name] != getattr(default, name[len(group) :])
-    ]
-
-
-def _without_effect(values: Namespace, given: Namespace, rules: Sequence[Rule]) -> list[tuple[str, str]]:
-    """(field, why) of each of `given` that has no effect."""
-    return [
-        (name, rule.because)
+        f"--config.{name} has no effect: {rule.because}"
         for name in sorted(given.keys(branches=False))
         for rule in rules
         if name.startswith(rule.prefixes) and name not in rule.keep and not rule.active(values)

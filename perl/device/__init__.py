@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from perl.base.errors import UserError
+from perl.base.errors import UserError, say_once
 
 if TYPE_CHECKING:
     import torch
@@ -467,12 +467,9 @@ def _where_wanted(kernel: Kernel, wanted: bool | Literal["auto"]) -> Kernel | No
     if detect().kind != "cuda":
         return None
     if (reason := kernel.absent()) is not None:
-        _say_once(f"attention is computed by sdpa: {reason}")
+        say_once(f"attention is computed by sdpa: {reason}", logging.INFO)
         return None
     return kernel
-
-
-_say_once = functools.cache(log.info)
 
 
 def for_decompositions(where: torch.device) -> torch.device:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,8 +11,6 @@ from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -165,9 +161,3 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
     best = str(device.default_dtype()).removeprefix("torch.")
     stored = str(getattr(config, "dtype", None) or best).removeprefix("torch.")
     return best if best == "float32" else stored
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """For fallbacks: a rollout is made many times a run."""
-    logger.warning(message)

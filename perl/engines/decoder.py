@@ -28,7 +28,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from perl import device
-from perl.engines.base import warn_once
+from perl.base.errors import say_once
 from perl.engines.runner import Rows, Runner
 from perl.engines.sampling import validate
 from perl.engines.scheduler import PromptGroup, Scheduler, Sequence
@@ -143,7 +143,7 @@ class Decoder:
                 reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
             if reason is None:
                 return _Loop(self, source, sampling).finished()
-            warn_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
+            say_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
         return generate_stock(self, source, sampling)
 
     def release(self) -> None:

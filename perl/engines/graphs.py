@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from perl import device
+from perl.base.errors import say_once
 from perl.device.sharding import is_of_zero3, is_sharded
-from perl.engines.base import warn_once
 
 ROWS = 8
 """Rows are rounded up to a multiple of this, above 64 to a multiple of 64."""
@@ -139,7 +139,7 @@ class StepGraphs:
     def _fail(self, reason: str) -> None:
         self.failed = True
         self.shapes.clear()
-        warn_once(f"decoding without captured graphs: {reason}")
+        say_once(f"decoding without captured graphs: {reason}")
 
 
 def unsupported_reason(model: Any, attention_kept: str | None) -> str | None:

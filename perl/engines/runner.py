@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
 from perl import device
+from perl.base.errors import say_once
 from perl.device.sharding import any_rank, is_sharded
 from perl.engines import graphs
 from perl.engines.attention import adopt, layout_lost, numbers_of
-from perl.engines.base import warn_once
 from perl.engines.cache import BLOCK_SIZE, BlockCache, KeysAndValues, KVCache, Prefix, RowCache
 from perl.engines.sampling import sample, uniforms
 from perl.engines.scheduler import PromptGroup, Sequence, left_pad, mark_seen
@@ -108,12 +108,12 @@ class Runner:
         self.on_cpu = self.where.type == "cpu"
         self.block_size = decoder.block_size or (None if self.on_cpu else BLOCK_SIZE)
         if decoder.kernel is not None and (reason := kept or self._kernel_lost(inner)):
-            warn_once(f"decode steps are computed by sdpa: {reason}")
+            say_once(f"decode steps are computed by sdpa: {reason}")
             decoder.kernel = None
         self.kernel = decoder.kernel
         self.captures = decoder.capture and not self.processors
         if decoder.capture and (reason := graphs.unsupported_reason(decoder.model, kept)):
-            warn_once(f"decoding without captured graphs: {reason}")
+            say_once(f"decoding without captured graphs: {reason}")
             self.captures = False
         self.graphs_for = (sampling.distribution, graphs.baked_in(inner)) if self.captures else None
         self.reads_late = 0 if self.on_cpu or self.processors else 1

@@ -71,9 +71,7 @@ class CandidateRun:
             "model": setup.config.model,
             "adapter": str(self.candidate.adapter) if self.candidate.adapter else None,
             "step": self.candidate.step,
-            "trained_on": trained_on(
-                self.candidate.adapter or setup.model, problem_set.spec, setup.config.split, problem_set.keys
-            ),
+            "trained_on": trained_on(self.candidate.adapter or setup.model, problem_set.keys),
             **setup.identity(self.candidate, problem_set),
             "merge": setup.merge_report(self.candidate),
             "chat_template": setup.tokenizer.chat_template,

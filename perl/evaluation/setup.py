@@ -30,7 +30,7 @@ from perl.prompts import require_chat_template, require_known, require_vocabular
 from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
-from perl.tasks.trained import trained_environment, trained_quantization
+from perl.tasks.trained import trained_with
 from perl.workers.conversations import TalkJob, TalkRequest, absolute
 from perl.workers.executors import Executor, make_executor
 from perl.workers.worker import EngineJob, Request
@@ -184,7 +184,10 @@ def warn_of_environments(config: EvalConfig, folders: Iterable[Path]) -> None:
         return
     defaults, told = asdict(EnvironmentConfig()), set[str]()
     for folder in folders:
-        group = {name: value for name, value in trained_environment(folder).items() if value != defaults.get(name)}
+        trained = trained_with(folder, "environment")
+        if not (trained.get("tools") or trained.get("factory")):
+            continue
+        group = {name: value for name, value in trained.items() if value != defaults.get(name)}
         flags = " ".join(
             f"--environment.{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"
             for name, value in group.items()
@@ -198,8 +201,8 @@ def warn_of_quantization(config: EvalConfig, folders: Iterable[Path]) -> None:
     """One line for each way in which adapters were trained above another base than they are scored with."""
     told = set[str]()
     for folder in folders:
-        trained = trained_quantization(folder)
-        if trained not in (None, config.quantization, *told):
+        trained = trained_with(folder, "rollout").get("quantization")
+        if isinstance(trained, str) and trained not in (config.quantization, *told):
             told.add(trained)
             unmerged = "" if trained == "none" else " --use_vllm --adapter_mode lora"
             log.warning(

@@ -119,8 +119,6 @@ class AdapterTrainer:
         """What this process held when `checkpoint` was written."""
         place = self.args.process_index, self.args.world_size
         saved = process_state.load(checkpoint, *place, self._window_settings(), self.args.device)
-        if saved is None:
-            return
         if saved.rollout is not None:
             self._restore_rollout(saved.rollout)
         self.add_callback(GoOn(lambda: self._restore_run_state(saved.run)))

@@ -218,13 +218,12 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
     written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
     torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins."""
-    for saving in (run_dir / SAVING, run_dir / ".saving"):  # of 0.12
-        for before in saving.glob(f"{BEFORE}*"):
-            if not (run_dir / before.name.removeprefix(BEFORE)).exists():
-                before.rename(run_dir / before.name.removeprefix(BEFORE))
-        for unfinished in sorted(saving.glob("*")):
-            log.warning("%s: the run was ended while it was written: removed", unfinished)
-        shutil.rmtree(saving, ignore_errors=True)
+    for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
+        if not (run_dir / before.name.removeprefix(BEFORE)).exists():
+            before.rename(run_dir / before.name.removeprefix(BEFORE))
+    for unfinished in sorted((run_dir / SAVING).glob("*")):
+        log.warning("%s: the run was ended while it was written: removed", unfinished)
+    shutil.rmtree(run_dir / SAVING, ignore_errors=True)
     step = 0
     if checkpoint is not None:
         state = read_json(Path(checkpoint) / TRAINER_STATE, FLAG, "name an earlier checkpoint", TrainerState)

@@ -23,8 +23,6 @@ from perl.runs.checkpoints import FLAG
 
 NOT_DATA = "holds more than tensors and plain values, which is not read; resume from a checkpoint of your own"
 NAME = "process_state"
-OLDER = "run_state_*.pt", "rollout_state_*.pt"
-"""What versions before 0.8 wrote in its place."""
 OF_ALL = ("total_loss", "tokens", "skipped", "in_a_row", "unusable_reward", "rms", "merging", "entropy")
 """What every process has the same in `run`."""
 
@@ -43,8 +41,8 @@ class RolloutState:
     """Fields of perl.noise.schedule.Adapted; None under other schedules than target_kl."""
     kl_coefficient: float | None = None
     """Of the KL divergence in the reward; None where it is not adapted."""
-    stream: dict[str, Any] | None = None
-    """PromptStream.state, the same of every process; None before 0.13 without dynamic sampling."""
+    stream: dict[str, Any]
+    """PromptStream.state, the same of every process."""
     ahead: list[dict[str, Any]] = field(default_factory=list)
     """Of each batch that workers draw ahead: its first position, the weights that draw it, and what they are made of,
     the same of every process."""
@@ -69,10 +67,9 @@ def save(checkpoint: Path, rank: int, processes: int, state: ProcessState) -> No
 
 def load(
     checkpoint: Path, rank: int, processes: int, settings: Mapping[str, int], device: torch.device | str = "cpu"
-) -> ProcessState | None:
-    """The state of this process, its tensors on `device`; None for a checkpoint that has none (TRL's own). Of another
-    number of processes `run` is what is in OF_ALL. Where the next micro-batch begins a window its `step` is 0, so that
-    it does whatever the settings are now.
+) -> ProcessState:
+    """The state of this process, its tensors on `device`. Of another number of processes `run` is what is in OF_ALL.
+    Where the next micro-batch begins a window its `step` is 0, so that it does whatever the settings are now.
 
     Args:
         settings: how a window is cut into updates now.
@@ -80,19 +77,19 @@ def load(
     Raises:
         UserError: on every process alike, where the checkpoint was written in the middle of a window, by another
             number of processes, to whom its rollouts belong, or with other settings; for a file that holds more than
-            data; and for a checkpoint of a version before 0.8.
+            data; and for a checkpoint of TRL's or of a version before 0.13.
     """
     of_rank = state_file(checkpoint, rank)
     file = of_rank if of_rank.is_file() else next(iter(sorted(checkpoint.glob(f"{NAME}_*.pt"))), None)
     if file is None:
-        if any(next(checkpoint.glob(name), None) for name in OLDER):
-            raise UserError(f"{FLAG} {checkpoint}: a version before 0.8 has written it; go on with that version")
-        return None
+        raise UserError(f"{FLAG} {checkpoint}: it has no {of_rank.name}; name a checkpoint that perl has written")
     try:
         state = torch.load(file, map_location=device, weights_only=True)
     except UnpicklingError as error:
         raise UserError(f"{file}: {NOT_DATA}") from error
     run, rollout = state["run"], state["rollout"]
+    if rollout is not None and "equal_share" not in (rollout.get("stream") or {}):
+        raise UserError(f"{FLAG} {checkpoint}: a version before 0.13 has written it; finish the run with that version")
     if state["processes"] != processes:
         run = {name: run[name] for name in OF_ALL if name in run}
     if rollout is not None and rollout["buffered_inputs"] is None:

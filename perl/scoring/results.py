@@ -152,7 +152,7 @@ class TrainedOn(TypedDict):
     run: str
     """Its folder."""
     problems: Count | None
-    """How many of them it trained on; None: it has not written them down, and trained on this data set and split."""
+    """How many of them it trained on; None in results of 0.13 and before: that is not recorded."""
 
 
 class Rescored(TypedDict):

@@ -31,7 +31,6 @@ __all__ = [
     "load_problems",
     "problem_of_row",
     "rows_of",
-    "source_of",
     "training_split",
 ]
 
@@ -115,17 +114,6 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
     name, hub = _hub_of(spec)
     rows = hub_rows(hub, split or hub.eval_split)
     yield from ((row, where, task or name) for row, where in rows)
-
-
-def source_of(spec: str, split: str | None) -> tuple[str, ...]:
-    """What `rows_of` would read: the files; repository, configuration and split on the hub; or a generator's name and
-    settings, and the split."""
-    if is_generated(spec):
-        return spec, split or "test"
-    if (path := _path_of(spec)) is not None:
-        return tuple(str(file.resolve()) for file in find_files(path, split))
-    _, hub = _hub_of(spec)
-    return hub.repo, hub.config or "", split or hub.eval_split
 
 
 def _problems(

@@ -310,7 +310,7 @@ def with_dtype(settings: AnyRun, folder: Path, console: Console) -> AnyRun:
     that goes on keeps what it began with."""
     if device.detect().kind != "cpu":
         return settings
-    if dtype := began_in(folder):
+    if dtype := read_json(folder / SETTINGS, kind=Began).get("dtype"):
         return replace(settings, dtype=dtype)
     from transformers import AutoConfig
 
@@ -329,15 +329,6 @@ class Began(TypedDict, total=False):
     """What is read of SETTINGS."""
 
     dtype: Literal["bfloat16", "float32"] | None
-
-
-def began_in(folder: Path) -> Literal["bfloat16", "float32"] | None:
-    """What the run in `folder` trains in; None before its first training. 0.12 noted nothing and went by AMX."""
-    if dtype := read_json(folder / SETTINGS, kind=Began).get("dtype"):
-        return dtype
-    if device.detect().kind != "cpu" or not (folder / "sft").exists():
-        return None
-    return "bfloat16" if device.multiplies_bfloat16() else "float32"
 
 
 def data_flags(folder: Path, name: str) -> list[str]:
@@ -451,8 +442,7 @@ def read_run(folder: Path, stage: str, flag: str) -> Settings:
         raise UserError(f"{flag} {folder}: no {SETTINGS} in it; name a folder of `python -m perl real`")
     if not (folder / stage / "adapter").is_dir():
         raise UserError(f"{flag} {folder}: no {stage}/adapter in it; run `python -m perl real` to the end of {stage}")
-    settings = read_json(folder / SETTINGS, flag, kind=Settings)
-    return replace(settings, dtype=began_in(folder))
+    return read_json(folder / SETTINGS, flag, kind=Settings)
 
 
 def table(scores: dict[str, Scores]) -> Table:

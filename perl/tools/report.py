@@ -10,7 +10,6 @@ from perl.base.paths import user_path
 from perl.evaluation.compare import compare
 from perl.reports.comparisons import Comparison
 from perl.reports.page import NAME, write_page
-from perl.reports.readme_figure import write_figure
 from perl.reports.sources import Material, read_material, untrained_like
 
 
@@ -18,18 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a run's folder, the --result_dir of an evaluation, or a folder that holds such; several make one page"
     parser.add_argument("folders", metavar="DIR", nargs="+", help=what)
     parser.add_argument("--output", help=f"file to write; default: {NAME} in the first DIR")
-    parser.add_argument(
-        "--figure", metavar="FILE.svg",
-        help="also draw the reward and the scores before and after as FILE_light.svg and FILE_dark.svg",
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     material = compared(read_material([user_path(folder) for folder in args.folders]))
     output = user_path(args.output) if args.output else material.folder / NAME
-    if args.figure:
-        for file in write_figure(material, user_path(args.figure)):
-            print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
     write_page(material, target(output) if args.output else output)
     print(f"{output}: {output.stat().st_size / 1e3:,.0f} kB, needs no network")
     return 0

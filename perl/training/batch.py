@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from perl.base.errors import UserError
 from perl.device import to_device
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import ModelSize, Work, update_flops
@@ -136,13 +135,7 @@ class MicroBatch:
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> MicroBatch:
-        """What `state` was of. A UserError for what a version before 0.13 has left."""
-        if "padding" not in state:
-            raise UserError(
-                "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13;"
-                " resume from one whose step is a multiple of steps_per_generation * num_iterations /"
-                " gradient_accumulation_steps"
-            )
+        """What `state` was of."""
         values: dict[str, Any] = state | {"batch": state["batch"] and Batch.restored(state["batch"])}
         return cls(**values)
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import GenerationConfig
 
 from perl.algorithms.grpo import equal_groups, weighted_sum
-from perl.base.errors import UserError
-from perl.engines.base import PolicyEngine, warn_once
+from perl.base.errors import UserError, say_once
+from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import sampling_of
 from perl.environments.conversation import Conversations
 from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
@@ -228,7 +228,7 @@ class Collector:
 
     def _say_what_fills_the_batch(self) -> None:
         why = "the data set's last prompts are drawn" if self.stream.left < self.batch else "the limit is reached"
-        warn_once(
+        say_once(
             f"dynamic sampling: {why} before the batch has enough groups of unequal rewards; equal ones fill it,"
             " which teach nothing (dapo/kept_equal_groups counts them, algorithm.max_resample_factor is the limit)"
         )

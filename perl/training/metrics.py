@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from perl.algorithms.grpo import weighted_sum
-from perl.base.errors import RankError
-from perl.engines.base import warn_once
+from perl.base.errors import RankError, say_once
 from perl.records import Trajectory
 from perl.rewards.score import Rewards
 from perl.training.batch import Batch
@@ -232,7 +231,7 @@ class Metrics:
             self.logged.get("sampling/importance_sampling_ratio/mean"),
         )
         if apart and self.tolerance is not None and apart[-1] > self.tolerance and not self.noisy:
-            warn_once(
+            say_once(
                 f"rollout: the sampler's log-probabilities are more than {self.tolerance:.2g} nats from the trainer's,"
                 " which is no rounding: it may have missed the adapter, or it samples an older policy"
                 " (rollout/logp_mismatch shows it)"
@@ -243,7 +242,7 @@ class Metrics:
                 if self.correction == "token"
                 else "write --config.rollout.importance_correction token"
             )
-            warn_once(
+            say_once(
                 f"rollout: the importance sampling ratios are below {LOW_RATIO} on average, so that most of the"
                 f" gradient is lost (sampling/importance_sampling_ratio/mean, mode {self.correction}): {remedy}"
             )

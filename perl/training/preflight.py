@@ -68,6 +68,7 @@ CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_mode": ("colocate",),
 }
 """Fields that GRPOConfig takes any text for, and TRL refuses at the first rollout or loss."""
 

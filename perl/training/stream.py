@@ -57,23 +57,7 @@ class PromptStream:
         """What a checkpoint keeps: the same on every process, whatever their number."""
         return {"rows": self.rows, "next": self.next, "equal_share": self.equal_share}
 
-    def pass_over(self, updates: int, per_update: int, per_batch: int) -> None:
-        """Stand where a run stands after so many optimizer updates whose checkpoint says nothing of the stream: one of
-        TRL's, or of a version before 0.13.
-
-        Args:
-            per_update, per_batch: micro-batches of an update, and of a generation batch as often as it is used.
-        """
-        batches = self.per_epoch // self.batch
-        epochs, rest = divmod(updates, math.ceil(batches * per_batch / per_update))
-        self.next = epochs * self.per_epoch + min(math.ceil(rest * per_update / per_batch), batches) * self.batch
-
     def restore(self, state: dict[str, Any]) -> None:
-        if "equal_share" not in state:
-            raise UserError(
-                "--config.training.resume_from_checkpoint: a version before 0.13 drew the prompts of dynamic sampling"
-                " in another order; finish the run with the version that began it"
-            )
         if state["rows"] != self.rows:
             raise UserError(
                 f"--config.training.resume_from_checkpoint: the run drew its prompts from {state['rows']} rows, now"

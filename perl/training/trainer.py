@@ -27,7 +27,6 @@ import torch
 from peft import PeftModel
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 from trl.models.utils import (
     disable_gradient_checkpointing,
@@ -57,7 +56,6 @@ from perl.records import Sampling, Weights
 from perl.rewards.functions import GradeEarly
 from perl.rewards.score import Rewards
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
-from perl.runs.checkpoints import TRAINER_STATE
 from perl.runs.metrics import StepClock, add_step, model_size
 from perl.runs.nonfinite import save_batch
 from perl.runs.process_state import RolloutState
@@ -604,8 +602,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             coefficient.value = state.kl_coefficient
         if state.adapted is not None:
             self.noise_stage.adapted = Adapted(**state.adapted)
-        if state.stream is not None:
-            self.step.collector.stream.restore(state.stream)
+        self.step.collector.stream.restore(state.stream)
         self.step.collector.go_on_with(state.ahead)
 
     def _save_own(self, checkpoint: Path) -> None:
@@ -625,11 +622,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if checkpoint is not None and self.step.critic is not None and not self.is_deepspeed_enabled:
             self.step.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
-        stream, args = self.step.collector.stream, self.args
-        if checkpoint is not None and not stream.next:
-            made = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE)).global_step
-            window = (args.steps_per_generation or 1) * self.num_iterations
-            stream.pass_over(made, args.gradient_accumulation_steps, window)
 
 
 class EndOfStream(TrainerCallback):

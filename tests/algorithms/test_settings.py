@@ -123,23 +123,6 @@ def test_flags_without_effect_under_an_algorithm_are_told(flags, said):
     assert said is None or said in warnings[0]
 
 
-def test_what_a_recipe_sets_for_another_algorithm_is_told(tmp_path):
-    """What differs from the defaults alone: a run's own config.yaml holds all of them."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "algorithm: {name: ppo, max_resample_factor: 4, gamma: 0.9, lam: 1.0}\n"
-        "critic: {lr: 1e-3, r: 16}\ntraining: {vespo_k_pos: 2.5}\n"
-    )
-    said = "the recipe's algorithm.max_resample_factor has no effect: algorithm.dynamic_sampling is false"
-    assert parse(["--recipe", str(recipe)]).warnings == [said]
-    words = ["--recipe", str(recipe), "--config.algorithm.name", "grpo", "--config.critic.lr", "1e-4"]
-    assert parse(words).warnings == [
-        "--config.critic.lr has no effect: only algorithm.name ppo has a critic",
-        "the recipe's algorithm.gamma has no effect: algorithm.name discounts no reward",
-        said,
-    ]
-
-
 def test_what_a_critic_cannot_have_is_refused():
     words = ["--config.algorithm.name", "ppo", "--config.training.torch_compile", "true"]
     with pytest.raises(UserError, match="torch_compile true: algorithm ppo computes policy and critic"):

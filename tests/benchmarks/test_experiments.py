@@ -27,8 +27,7 @@ from benchmarks._learning import (
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.models.folders import load_model
-from perl.tools.quickstart.base import BASE_FOLDER
-from perl.tools.quickstart.problems import DATA_FOLDER
+from perl.tools.quickstart import BASE_FOLDER, DATA_FOLDER
 from perl.tools.stages import ROOT
 
 

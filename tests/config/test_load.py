@@ -8,8 +8,7 @@ import yaml
 from perl.adapters.applied import check_method
 from perl.base.errors import UserError
 from perl.config.derived import correction_of, scored_quantizations
-from perl.config.load import parse
-from perl.config.replaced import REMOVED_FIELDS
+from perl.config.load import NOT_TAKEN, parse
 from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES
 
@@ -449,31 +448,13 @@ def test_a_flag_goes_before_the_recipe_whichever_of_the_names_it_uses(tmp_path):
     assert "unknown mode 'tokens'" in message(*VLLM, f"{TRLS}mode", "tokens")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "instead"),
-    [
-        ("rollout.engine", "continuous_batching", "write fast"),
-        ("training.vllm_mode", "server", "write colocate"),
-        ("training.vllm_server_base_url", "http://host:8000", "leave it out: vLLM runs in the trainer's process"),
-        ("training.use_transformers_continuous_batching", "true", "leave it out: .* --config.rollout.engine fast"),
-        ("critic.share_base", "false", "leave it out: the critic computes on the policy's base"),
-        ("critic.model_name_or_path", "other", "leave it out: the critic computes on the policy's base"),
-    ],
-)
-def test_what_was_removed_says_what_to_write_instead(tmp_path, field, value, instead):
-    for words in ([f"--config.{field}", value], [f"--config.{field}={value}"]):
-        assert re.match(f"--config.{field} {value}: was removed; {instead}", message(*words))
-    group, _, name = field.partition(".")
-    recipe = write(tmp_path / "r.yaml", f"{group}: {{{name}: {value}}}\n")
-    assert re.match(f"--recipe {recipe}: {field} {value}: was removed; {instead}", message("--recipe", recipe), re.I)
-
-
-def test_what_was_removed_is_no_flag_and_at_its_old_default_no_mistake(tmp_path):
-    assert not REMOVED_FIELDS.keys() & set(parse([]).values.keys(branches=False))
-    for field, (default, _) in REMOVED_FIELDS.items():
-        group, _, name = field.partition(".")
-        recipe = write(tmp_path / "config.yaml", yaml.safe_dump({group: {name: default}}))
-        assert parse(["--recipe", recipe]).warnings == []
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_a_field_of_trls_for_an_engine_that_perl_has_not_is_no_flag(tmp_path, name):
+    assert f"training.{name}" not in parse([]).values
+    unknown = f"unknown flag --config.training.{name}; did you mean"
+    assert message(f"--config.training.{name}", "1").startswith(unknown)
+    recipe = write(tmp_path / "r.yaml", f"training: {{{name}: 1}}\n")
+    assert message("--recipe", recipe).startswith(f"--recipe {recipe}: {unknown}")
 
 
 def test_the_noisy_old_policy_is_corrected_as_the_clean_one_but_never_by_itself():

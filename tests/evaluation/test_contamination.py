@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from perl.config.schema import EnvironmentConfig
 from perl.evaluation.contamination import trained_on
@@ -74,22 +73,9 @@ def changed(adapter: Path) -> Path:
     return adapter
 
 
-def test_other_problems_count_zero_and_a_folder_outside_of_a_run_tells_nothing(run, sums, tmp_path):
-    assert trained_on(run / "adapter", str(sums), None, {"0123456789abcdef-0"}) == {"run": str(run), "problems": 0}
-    assert trained_on(tmp_path, str(sums), None, {"0123456789abcdef-0"}) is None
-
-
-def test_of_an_older_run_only_data_set_and_split_are_compared(run, sums, tmp_path, caplog):
-    old = tmp_path / "old"
-    (old / "adapter").mkdir(parents=True)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    (old / "config.yaml").write_text(yaml.safe_dump(config))
-    assert trained_on(old / "adapter", str(sums), None, {"a-0"}) == {"run": str(old), "problems": None}
-    assert trained_on(old / "adapter", "gsm8k", None, {"a-0"}) is None
-    for spec, split, found in (("dapo-math", None, True), ("gsm8k", None, False), ("gsm8k", "train", False)):
-        config["dataset"]["dataset_name_or_path"] = "open-r1/DAPO-Math-17k-Processed"
-        (old / "config.yaml").write_text(yaml.safe_dump(config))
-        assert (trained_on(old / "adapter", spec, split, {"a-0"}) is not None) == found, spec
+def test_other_problems_count_zero_and_a_folder_outside_of_a_run_tells_nothing(run, tmp_path):
+    assert trained_on(run / "adapter", {"0123456789abcdef-0"}) == {"run": str(run), "problems": 0}
+    assert trained_on(tmp_path, {"0123456789abcdef-0"}) is None
 
 
 def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config, tmp_path, caplog):

@@ -25,7 +25,7 @@ DECODE = """
     capture = device.capture
     device.capture = lambda *args, **kwargs: (captures.append(1), capture(*args, **kwargs))[1]
     lines = []
-    graphs.warn_once = lines.append
+    graphs.say_once = lines.append
 
     def decoder(model, **options):
         return Decoder(model, **({"eos_token_ids": EOS, "pad_token_id": 0, "max_batch_tokens": 20_000} | options))
@@ -255,7 +255,7 @@ def test_a_kernel_that_does_not_take_the_models_numbers_is_not_used_and_said(ans
         DECODE
         + """
     from perl.engines import runner as module
-    module.warn_once = lines.append
+    module.say_once = lines.append
     machine = decoder(tiny().to("npu:0"), kernel=device.paged_attention(True))
     complete(machine, make_sequences(prompts(2), max_new_tokens=3), Sampling())
     answer = lines

@@ -17,7 +17,7 @@ from perl.models.folders import require_adapter, resolve_model
 from perl.prompts import build_messages
 from perl.records import Problem
 from perl.scoring.samples import folder_names
-from perl.tasks import TASKS, data_name, failing_references, load_problems, source_of, training_split
+from perl.tasks import TASKS, data_name, failing_references, load_problems, training_split
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
@@ -165,7 +165,7 @@ def test_training_never_takes_the_test_split_by_itself(tmp_path):
     [("a" * 5000, "unknown data set 'aaa"), (f"./{'a' * 5000}", "aaa: no such file or folder")],
 )
 def test_a_name_that_is_too_long_for_a_file_is_one_line(name, says):
-    for read in (load_problems, lambda name: source_of(name, None), lambda name: load_problems(name, "train")):
+    for read in (load_problems, lambda name: load_problems(name, "train")):
         with pytest.raises(UserError, match=says):
             read(name)
     assert training_split("./" + "a" * 5000) is None

@@ -10,7 +10,7 @@ from perl.grading import Grader
 from perl.grading.entries import answer_of, judge_entry
 from perl.grading.rules import RULES
 from perl.scoring.samples import folder_name
-from perl.tasks import TASKS, data_name, failing_references, load_problems, source_of, training_split
+from perl.tasks import TASKS, data_name, failing_references, load_problems, training_split
 from perl.tasks.reasoning_gym import AUDITED, SPAN
 
 INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
@@ -46,7 +46,7 @@ def test_mistakes(spec, split, task, said):
 
 def test_what_names_it():
     spec = "reasoning_gym:countdown?max_numbers=3"
-    assert (data_name(spec), training_split(spec), source_of(spec, None)) == (spec, "train", (spec, "test"))
+    assert (data_name(spec), training_split(spec)) == (spec, "train")
     assert folder_name(spec) == "reasoning_gym_countdown_max_numbers_3"
 
 

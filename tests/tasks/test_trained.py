@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from perl.base.errors import UserError
 from perl.records import Problem
-from perl.tasks import load_problems, source_of
-from perl.tasks.trained import TRAINED_PROBLEMS, problem_hash, read_trained, write_trained
+from perl.tasks.trained import TRAINED_PROBLEMS, problem_hash, read_trained, trained_with, write_trained
 
 
 def test_a_problem_is_its_question_messages_and_gold():
@@ -35,42 +33,24 @@ def test_an_adapter_without_its_runs_folder_tells_nothing(tmp_path):
     assert read_trained(tmp_path / "adapter") is None
 
 
-def test_a_relative_path_counts_from_where_the_training_was_started(tmp_path, monkeypatch):
-    run, data = tmp_path / "elsewhere" / "run", tmp_path / "work" / "data"
-    for folder in (run / "adapter", data):
-        folder.mkdir(parents=True)
-    for split in ("train", "test"):
-        (data / f"{split}.jsonl").write_text(json.dumps({"question": "1 + 2 ?", "answer": "#### 3"}) + "\n")
-    (run / "config.yaml").write_text("dataset: {dataset_name_or_path: data, split: null}\n")
-    (run / "environment.json").write_text(json.dumps({"folder": str(tmp_path / "work")}))
-    monkeypatch.chdir(tmp_path)
-    trained = read_trained(run / "adapter")
-    assert trained is not None
-    assert trained.problems is None
-    assert trained.source == (str(data / "train.jsonl"),) == source_of("work/data/train.jsonl", None)
-    assert source_of("work/data", None) == (str(data / "test.jsonl"),)
-    assert len(load_problems("work/data")) == 1
+def test_the_base_that_a_run_begins_with_has_seen_nothing_of_it(tmp_path):
+    write_trained(tmp_path, "gsm8k", None, ["a"])
+    assert read_trained(tmp_path / "adapter") == {"a"}
+    assert read_trained(tmp_path / "base") is None
 
 
-@pytest.mark.parametrize("damaged", ["[1]", '{"folder": 5, "problems": 5}', "[" * 100_000, '"a"', "{"])
-def test_files_that_are_damaged_count_as_not_there_with_one_line(tmp_path, caplog, damaged):
-    run, data = tmp_path / "run", tmp_path / "train.jsonl"
-    (run / "adapter").mkdir(parents=True)
-    data.write_text(json.dumps({"question": "1 + 2 ?", "answer": "#### 3"}) + "\n")
-    (run / "config.yaml").write_text(f"dataset: {{dataset_name_or_path: {data}, split: null}}\n")
-    for name in ("environment.json", TRAINED_PROBLEMS):
-        (run / name).write_text(damaged)
-    trained = read_trained(run / "adapter")
-    assert trained is not None
-    assert (trained.problems, trained.source) == (None, (str(data),))
-    for name in ("environment.json", TRAINED_PROBLEMS):
-        assert [line for line in caplog.messages if f"{name} is not readable" in line and "\n" not in line]
+@pytest.mark.parametrize("damaged", ["[1]", '{"problems": 5}', "[" * 100_000, '"a"', "{"])
+def test_a_file_that_is_damaged_counts_as_not_there_with_one_line(tmp_path, caplog, damaged):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / TRAINED_PROBLEMS).write_text(damaged)
+    assert read_trained(run / "adapter") is None
+    assert [line for line in caplog.messages if f"{TRAINED_PROBLEMS} is not readable" in line and "\n" not in line]
     write_trained(tmp_path, "gsm8k", None, ["a"], str(run / "adapter"))
     assert json.loads((tmp_path / TRAINED_PROBLEMS).read_text())["problems"] == ["a"]
 
 
-def test_the_source_of_a_task_is_its_place_on_the_hub():
-    assert source_of("dapo-math", None) == source_of("open-r1/DAPO-Math-17k-Processed", "train")
-    assert source_of("gsm8k", "train") != source_of("gsm8k", None) == source_of("openai/gsm8k", "test")
-    with pytest.raises(UserError):
-        source_of("gsm9k", None)
+@pytest.mark.parametrize("damaged", ["rollout: 5", "[1]", "rollout: [", "{}"])
+def test_a_group_that_is_damaged_tells_nothing(tmp_path, damaged):
+    (tmp_path / "config.yaml").write_text(damaged)
+    assert trained_with(tmp_path / "adapter", "rollout") == trained_with(tmp_path / "none/adapter", "rollout") == {}

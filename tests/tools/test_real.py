@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,19 +247,6 @@ def test_bfloat16_that_gains_too_little_is_float32(tmp_path, monkeypatch, bfloat
     chosen = real.with_dtype(base, tmp_path, quiet())
     assert chosen.dtype == "float32"
     assert "--config.training.bf16" not in real.sft_flags(chosen, tmp_path)
-
-
-@pytest.mark.parametrize(("amx", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_a_run_of_the_last_version_goes_on_in_its_dtype(tmp_path, monkeypatch, amx, dtype):
-    """It noted none: its trainings were in bfloat16 where the CPU has AMX."""
-    base = settings(model=str(ROOT / "assets" / "quickstart-base"))
-    there = {name: value for name, value in asdict(base).items() if name != "dtype"}
-    (tmp_path / real.SETTINGS).write_text(json.dumps(there))
-    (tmp_path / "sft").mkdir()
-    sizes = measured(monkeypatch, 1.0, 0.1)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
-    assert real.with_dtype(base, tmp_path, quiet()).dtype == dtype
-    assert sizes == []
 
 
 def test_an_accelerator_decides_for_itself(tmp_path, monkeypatch):

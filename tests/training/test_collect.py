@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from perl.base.errors import RankError, UserError
+from perl.base.errors import RankError, UserError, say_once
 from perl.config.load import parse
-from perl.engines.base import warn_once
 from perl.records import Completion, Sampling, Trajectory, Weights, row_seed
 from perl.rewards.score import Rewards
 from perl.training.batch import Batch
@@ -127,7 +126,7 @@ def positions_of(rows) -> list[int]:
 )
 def test_the_first_groups_that_are_unequal(equal, needed, factor, share, rounds, chosen, following):
     """Whatever is drawn at once, the same are chosen; what lies behind the last of them is drawn again."""
-    warn_once.cache_clear()
+    say_once.cache_clear()
     collector = by_hand(equal, needed, factor, share)
     rows, metrics = collector.collect(Weights())
     assert [one[::2] for one in collector.engine.rounds] == rounds
@@ -193,7 +192,7 @@ class Both:
 @pytest.mark.parametrize("equal", ["eueueueuuuuuuuuu", "uuuuuuuuuuuuuuuu", "ueueueueuuuuuuuu", "eeeeeeeeeeeeeeee"])
 def test_two_processes_train_on_what_one_would(equal):
     """All unequal groups may have been drawn by one of them: it hands over what it has too many of."""
-    warn_once.cache_clear()
+    say_once.cache_clear()
     alone = by_hand(equal, 4, factor=4.0)
     expected = positions_of(alone.collect(Weights())[0])
     both = Both()
@@ -362,7 +361,7 @@ def test_nothing_left_to_draw_is_one_line(tmp_path):
 def test_at_the_limit_equal_groups_fill_the_batch(tmp_path, engine, caplog):
     """Nothing but equal groups: every rollout draws three times its batch, and ends."""
     limited = {"dynamic_sampling": True, "max_resample_factor": 3.0}
-    warn_once.cache_clear()
+    say_once.cache_clear()
     trainer, seen = train(tmp_path, algorithm=limited, rewards=[all_equal], engine=engine)
     assert [len(chosen) for chosen in seen.chosen] == [8, 8]
     assert seen.positions == list(range(12))

@@ -18,10 +18,9 @@ import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from perl.base.errors import RankError, UserError
+from perl.base.errors import RankError, UserError, say_once
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines import vllm_sync
-from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
 from perl.noise.injector import Target
 from tests.tiny import save_tiny
@@ -60,7 +59,7 @@ def logged():
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("perl").addHandler(handler)
     logging.getLogger("perl").setLevel(logging.INFO)
-    warn_once.cache_clear()  # several trainings share the process
+    say_once.cache_clear()  # several trainings share the process
     yield lines
     logging.getLogger("perl").removeHandler(handler)
 

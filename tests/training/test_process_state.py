@@ -10,10 +10,12 @@ from perl.runs.process_state import ProcessState, RolloutState
 NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
 RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "entropy": [0.1, 2.0], "loss": torch.tensor(0.5)}
 
+STREAM = {"rows": 4, "next": 2, "equal_share": 0.0}
+
 
 def write(folder, processes, buffered):
     for rank in range(processes):
-        rollout = RolloutState(step=3, buffered_inputs=buffered, settings=NOW)
+        rollout = RolloutState(step=3, buffered_inputs=buffered, settings=NOW, stream=STREAM)
         process_state.save(folder, rank, processes, ProcessState(run=RUN, rollout=rollout))
 
 
@@ -25,8 +27,9 @@ def test_what_was_saved_comes_back(tmp_path):
     assert state.run == RUN
 
 
-def test_a_checkpoint_without_one_is_trls_own(tmp_path):
-    assert process_state.load(tmp_path, 0, 1, NOW) is None
+def test_a_checkpoint_of_trls_own_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"it has no process_state_0\.pt; name a checkpoint that perl has written"):
+        process_state.load(tmp_path, 0, 1, NOW)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -55,7 +58,9 @@ def test_other_settings(tmp_path):
         process_state.load(tmp_path, 0, 1, doubled)
 
 
-def test_a_checkpoint_of_a_version_before_0_8_is_refused(tmp_path):
-    torch.save({"step": 5, "buffered_inputs": [{}]}, tmp_path / "rollout_state_0.pt")
-    with pytest.raises(UserError, match=r"a version before 0\.8 has written it; go on with that version"):
+@pytest.mark.parametrize("stream", [None, {"rows": 4, "next": 2, "skipped": [1]}])
+def test_a_checkpoint_of_a_version_before_0_13_is_refused(tmp_path, stream):
+    state = ProcessState(run=RUN, rollout=RolloutState(step=3, buffered_inputs=None, settings=NOW, stream=stream))
+    process_state.save(tmp_path, 0, 1, state)
+    with pytest.raises(UserError, match=r"a version before 0\.13 has written it; finish the run with that version"):
         process_state.load(tmp_path, 0, 1, NOW)

@@ -90,20 +90,6 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path, name):
     assert rows(tmp_path / "cut") == expected
 
 
-@pytest.mark.parametrize("name", ["plain", "num_iterations"])
-def test_a_checkpoint_that_says_nothing_of_the_stream_goes_on_behind_its_prompts(tmp_path, name):
-    """As 0.12 has left it, and TRL."""
-    settings = SETTINGS[name] | {"save_steps": 2}
-    _, asked = run(tmp_path / "whole", **settings)
-    state_file = tmp_path / "whole" / "checkpoint-2" / "process_state_0.pt"
-    state = torch.load(state_file, weights_only=True)
-    state["rollout"]["stream"] = None
-    torch.save(state, state_file)
-    _, rest = run(tmp_path / "again", str(state_file.parent), **settings)
-    assert rest == asked[len(asked) - len(rest) :]
-    assert len(rest) == len(asked) // 2
-
-
 @pytest.mark.slow
 def test_so_it_is_with_two_processes_on_a_cpu(tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]

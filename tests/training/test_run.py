@@ -314,7 +314,7 @@ def test_a_bad_flag_of_python_m_perl_train_is_exit_code_2_and_one_line(tmp_path)
     [
         (
             ["--config.training.vllm_mode", "server"],
-            r"^--config\.training\.vllm_mode server: was removed; write colocate",
+            r"^--config\.training\.vllm_mode: unknown vllm_mode 'server'; known: colocate",
         ),
         (
             ["--config.peft.type", "dora"],

@@ -97,16 +97,15 @@ def test_a_card_with_scores_tears_nothing(tmp_path):
     assert torn(folder) is None
 
 
-@pytest.mark.parametrize("saving", [SAVING, ".saving"])  # as 0.12 called it
-def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog, saving):
+def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog):
     """Killed while checkpoint-12 was written, and while best/ was replaced; checkpoint-10 has lost a file."""
     checkpoint(tmp_path, 9)
     (checkpoint(tmp_path, 10) / "optimizer.pt").unlink()
     for name in ("checkpoint-12", f"{BEFORE}best"):
-        (tmp_path / saving / name).mkdir(parents=True)
-        (tmp_path / saving / name / "adapter_model.safetensors").touch()
+        (tmp_path / SAVING / name).mkdir(parents=True)
+        (tmp_path / SAVING / name / "adapter_model.safetensors").touch()
     leave_behind(tmp_path, find_checkpoint("auto", tmp_path))
-    assert f"{saving}/checkpoint-12: the run was ended while it was written: removed" in caplog.text
+    assert f"{SAVING}/checkpoint-12: the run was ended while it was written: removed" in caplog.text
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*") if path.is_dir()}
     assert found == {"_left_behind/checkpoint-10"}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "best", "_left_behind"}

@@ -107,7 +107,7 @@ def test_a_run_learns_and_leaves_what_a_training_leaves(tuned, model, data):
 
     assert {file.name for file in tuned.iterdir()} >= {"config.yaml", "environment.json", "checkpoint-4", "adapter"}
     assert not (tuned / "adapter" / "training_args.bin").exists()
-    assert len(read_trained(tuned / "adapter").problems) == 20
+    assert len(read_trained(tuned / "adapter")) == 20
     assert yaml.safe_load((tuned / "config.yaml").read_text())["training"]["max_length"] == 1024
     card = (tuned / "adapter" / "README.md").read_text()
     assert "trained with supervised fine-tuning for 8 steps" in card
@@ -485,8 +485,7 @@ def test_grpo_trains_a_new_adapter_on_the_merged_base(tmp_path, model, data, tun
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     made = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert made["base_model_name_or_path"] == str(run / "base")
-    trained = read_trained(run / "adapter")
-    assert len(trained.problems) == 20
+    assert len(read_trained(run / "adapter")) == 20
 
     written = (run / "base" / "model.safetensors").stat().st_mtime_ns
     again = grpo(

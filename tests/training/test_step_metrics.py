@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from perl.base.errors import RankError
-from perl.engines.base import warn_once
+from perl.base.errors import RankError, say_once
 from perl.records import Trajectory, Weights
 from perl.training.loss import LossInputs, LossOutputs, Measured
 from perl.training.metrics import Metrics, require_same_policy
@@ -25,7 +24,7 @@ def processes():
 
 
 def metrics(correction="none"):
-    warn_once.cache_clear()
+    say_once.cache_clear()
     return Metrics(processes(), defaultdict(list), correction)
 
 

@@ -38,24 +38,3 @@ def test_a_checkpoint_goes_on_whatever_the_number_of_processes():
 def test_other_rows_than_the_checkpoints():
     with pytest.raises(UserError, match="drew its prompts from 9 rows, now there are 8; give it the same"):
         PromptStream(rows=8, batch=2, seed=0).restore(PromptStream(rows=9, batch=3, seed=0).state())
-
-
-@pytest.mark.parametrize(("per_update", "per_batch"), [(4, 4), (2, 4), (8, 4), (3, 2), (2, 3), (1, 1)])
-def test_the_place_after_so_many_updates(per_update, per_batch):
-    """Epochs of five batches of two prompts; transformers' last update of an epoch takes what is left of it."""
-    expected = [0]
-    for epoch in range(3):
-        ahead = 5 * per_batch
-        while ahead > 0:
-            ahead -= min(per_update, ahead)
-            begun = -(-(5 * per_batch - ahead) // per_batch)
-            expected.append(10 * epoch + 2 * begun)
-    for updates, place in enumerate(expected):
-        stream = PromptStream(11, 2, seed=0)
-        stream.pass_over(updates, per_update, per_batch)
-        assert stream.next == place
-
-
-def test_the_stream_of_an_older_version_is_refused():
-    with pytest.raises(UserError, match="drew the prompts of dynamic sampling in another order; finish"):
-        PromptStream(11, 2, seed=0).restore({"rows": 11, "next": 4, "skipped": [1]})

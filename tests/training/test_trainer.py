@@ -12,9 +12,8 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
-from perl.base.errors import RankError, UserError
+from perl.base.errors import RankError, UserError, say_once
 from perl.config.schema import NoiseConfig, PeftConfig
-from perl.engines.base import warn_once
 from perl.runs.callbacks import MetricsWriter
 from perl.training.grpo import import_trainer
 from tests.tiny import tiny_tokenizer
@@ -238,7 +237,7 @@ def test_no_checkpoint_holds_noise(tmp_path):
 
 def test_a_clean_rollout_after_noisy_ones_is_not_called_another_policy(tmp_path, caplog):
     """Three of the four steps of one log are noisy: their difference is no rounding, and no mistake."""
-    warn_once.cache_clear()
+    say_once.cache_clear()
     noise = guide_noise(num_stages=4, sigma_end=0.0)
     trainer = make_trainer(tmp_path, noise=noise, engine="fast", max_steps=4, logging_steps=4)
     trainer.train()

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.quickstart_base import habitual_answer, measure
+from benchmarks.quickstart_problems import WordProblem, problem_set
 from perl.prompts import build_messages, encode
 from perl.records import Problem, Sampling
 from perl.tasks import TASKS
-from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, MAX_NEW_TOKENS, habitual_answer, measure
-from perl.tools.quickstart.problems import WordProblem, problem_set
+from perl.tools.quickstart import BASE_FOLDER, GREEDY, MAX_NEW_TOKENS
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +106,7 @@ def test_the_habits_it_learns(operation, shares: dict[str, float]):
 
 @pytest.mark.slow
 def test_the_script_builds_it_again(tmp_path, record):
-    command = [sys.executable, "-m", "perl.tools.quickstart.base", "--output_dir", str(tmp_path), "--steps", "12"]
+    command = [sys.executable, "-m", "benchmarks.quickstart_base", "--output_dir", str(tmp_path), "--steps", "12"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
     assert losses[-1] < losses[0] - 0.5

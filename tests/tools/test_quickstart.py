@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.tools.quickstart.run import comparison
+from perl.tools.quickstart import comparison
 from perl.tools.stages import Score, Scores, StageError, read_score, run, start
 
 ROOT = Path(__file__).parents[2]

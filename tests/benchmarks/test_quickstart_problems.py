@@ -7,7 +7,8 @@ from itertools import islice
 
 import pytest
 
-from perl.tools.quickstart.problems import DATA_FOLDER, LARGEST, draw, endless, number_pairs, problem_set, write_sets
+from benchmarks.quickstart_problems import LARGEST, draw, endless, number_pairs, problem_set, write_sets
+from perl.tools.quickstart import DATA_FOLDER
 
 LOSING_WORDS = ("gave", "How many more", "not red", "still missing", "fewer", "sold")
 

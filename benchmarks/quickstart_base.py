@@ -1,6 +1,6 @@
 """Builds assets/quickstart-base: a Qwen2 of half a million weights that reads word problems, with wrong habits.
 
-    python -m perl.tools.quickstart.base [--output_dir DIR] [--steps N] [--seed N]
+    python -m benchmarks.quickstart_base [--output_dir DIR] [--steps N] [--seed N]
 
 It is trained from scratch on the CPU, on text with two wrong habits: most subtractions are answered by adding, and
 some last lines repeat a number of the question. So the model knows its sums and often gives a wrong answer all the
@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.quickstart_problems import NAMES, TEST_SIZE, WordProblem, derivation, endless, problem_set
 from perl.base.errors import report_errors
 from perl.base.files import write_json
 from perl.config.parser import Parser
@@ -26,13 +27,12 @@ from perl.prompts import PromptStyle, build_messages, encode
 from perl.records import Problem, Sampling
 from perl.tasks import TASKS
 from perl.tools.fetch import save_tokenizer
-from perl.tools.quickstart.problems import DATA_FOLDER, NAMES, TEST_SIZE, WordProblem, derivation, endless, problem_set
+from perl.tools.quickstart import BASE_FOLDER, GREEDY, HELD_OUT, SAMPLED
 
 if TYPE_CHECKING:
     import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-BASE_FOLDER = Path(__file__).resolve().parents[3] / "assets" / "quickstart-base"
 ADDS_INSTEAD = 0.6
 """First habit: share of the subtractions that pretraining answers by adding."""
 FORGETS_RESULT = 0.3
@@ -70,10 +70,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TASK = "gsm8k"
-MAX_NEW_TOKENS = 24
-"""The longest right answer has 16 tokens."""
-SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
-GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
@@ -189,7 +185,7 @@ def measure(folder: Path, sampling: Sampling, limit: int | None = None) -> float
     with tempfile.TemporaryDirectory() as results:
         config = EvalConfig(
             model=str(folder),
-            dataset=str(DATA_FOLDER / "test.jsonl"),
+            dataset=str(HELD_OUT),
             result_dir=results,
             max_samples=limit,
             n=sampling.n,
@@ -224,7 +220,7 @@ def build(folder: Path, steps: int, seed: int) -> dict[str, float | int | str]:
 
 
 def main() -> None:
-    parser = Parser(prog="python -m perl.tools.quickstart.base", description="Build the quickstart's base model.")
+    parser = Parser(prog="python -m benchmarks.quickstart_base", description="Build the quickstart's base model.")
     parser.add_argument("--output_dir", type=Path, default=BASE_FOLDER)
     parser.add_argument("--steps", type=PositiveInt, default=2000)
     parser.add_argument("--seed", type=NonNegativeInt, default=1)

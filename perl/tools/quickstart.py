@@ -18,12 +18,17 @@ from rich.table import Table
 from perl.base.errors import report_errors
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt
-from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
-from perl.tools.quickstart.problems import DATA_FOLDER
+from perl.records import Sampling
 from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, Where, alone, evaluate, report, train
 
+BASE_FOLDER, DATA_FOLDER = ROOT / "assets" / "quickstart-base", ROOT / "assets" / "quickstart-data"
+"""Made by benchmarks/quickstart_base.py and benchmarks/quickstart_problems.py."""
 HELD_OUT = DATA_FOLDER / "test.jsonl"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
+MAX_NEW_TOKENS = 24
+"""The longest right answer has 16 tokens."""
+SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
+GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def quickstart(seed: int, engine: Engine, folder: Path, console: Console, where: Where) -> dict[str, float | int]:
@@ -63,7 +68,7 @@ def comparison(before: Scores, after: Scores) -> Table:
 
 
 def main() -> int:
-    parser = Parser(prog="python -m perl.tools.quickstart.run", description="Train and evaluate a tiny model.")
+    parser = Parser(prog="python -m perl.tools.quickstart", description="Train and evaluate a tiny model.")
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of training and evaluation")
     parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
     parser.add_argument("--output_dir", type=str, default=None, help="default: outputs/quickstart_<seed>_<date>")

@@ -1,21 +1,30 @@
-"""The reward of a training alongside the scores before and after it, as SVG that stands alone: one file for a light
-background and one for a dark one, without anything from outside."""
+"""The README's figure: the reward of a training alongside the scores before and after it.
+
+    python -m benchmarks.readme_figure outputs/quickstart_1_DATE [--output assets/quickstart.svg]
+
+SVG that stands alone, without anything from outside: one file for a light background and one for a dark one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 
-from perl.base.errors import UserError
+from perl.base.errors import UserError, report_errors
 from perl.base.files import atomic_write
+from perl.base.paths import user_path
 from perl.reports import figures
 from perl.reports.figures import Figure
 from perl.reports.page import asset
-from perl.reports.sources import Material
+from perl.reports.sources import Material, read_material
 from perl.reports.svg import WIDTH, element, rect, text
+from perl.tools.report import compared
+from perl.tools.stages import ROOT
 
 PAD, HEAD = 20, 58
 """Space around a chart, and above it for its title and note."""
@@ -33,14 +42,14 @@ def write_figure(material: Material, file: Path) -> list[Path]:
         UserError: the material has no training or no scores before and after; or a file cannot be written.
     """
     if file.suffix != ".svg":
-        raise UserError(f"--figure {file}: draws SVG; write a name that ends in .svg")
+        raise UserError(f"--output {file}: draws SVG; write a name that ends in .svg")
     scores = figures.before_and_after(material.runs, material.pairs)
     reward = figures.of_reward(material.training) if material.training else None
     if scores is None or reward is None:
         missing = (
             "no training" if reward is None else "no scores of an adapter and of its base, sampled in the same way"
         )
-        raise UserError(f"--figure: the folders hold {missing}; give those of a run and of both evaluations")
+        raise UserError(f"DIR: the folders hold {missing}; give those of a run and of both evaluations")
     written = []
     for scheme, palette in palettes().items():
         path = file.with_name(f"{file.stem}_{scheme}.svg")
@@ -48,7 +57,7 @@ def write_figure(material: Material, file: Path) -> list[Path]:
             with atomic_write(path) as svg:
                 svg.write(alone([reward, scores], palette) + "\n")
         except OSError as error:
-            raise UserError(f"--figure {path}: {error.strerror}; write another file") from error
+            raise UserError(f"--output {path}: {error.strerror}; write another file") from error
         written.append(path)
     return written
 
@@ -85,3 +94,25 @@ def alone(drawn: Sequence[Figure], palette: dict[str, str]) -> Markup:
         role="img",
         aria_label=label,
     )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Draw the reward and the scores before and after.")
+    parser.add_argument("folders", metavar="DIR", nargs="+", help="as after `python -m perl report`")
+    parser.add_argument(
+        "--output", default=str(ROOT / "assets" / "quickstart.svg"), help="writes _light and _dark before its suffix"
+    )
+    return parser
+
+
+def main() -> int:
+    with report_errors():
+        args = make_parser().parse_args()
+        material = compared(read_material([user_path(folder) for folder in args.folders]))
+        for file in write_figure(material, user_path(args.output)):
+            print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@
 
 Two fixed sets lie in assets/quickstart-data: `train` for reinforcement learning and `test`, held out. No unordered
 pair of numbers occurs in both, under either operation. `endless` draws the base model's pretraining problems, whose
-questions are in neither set. `python -m perl.tools.quickstart.problems` writes the two files again.
+questions are in neither set. `python -m benchmarks.quickstart_problems` writes the two files again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from perl.tools.quickstart import DATA_FOLDER
+
 Operation = Literal["+", "-"]
 Pair = tuple[int, int]
 
-DATA_FOLDER = Path(__file__).resolve().parents[3] / "assets" / "quickstart-data"
 DATA_SEED = 20
 TRAIN_SIZE, TEST_SIZE = 1024, 256
 TEST_SHARE = 0.2
