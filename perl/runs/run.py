@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,10 +173,30 @@ def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal)
     if trainer.args.process_index == 0:
         rundir.write_applied(run_dir, trainer.applied)
     trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-    with plain_checkpoint(checkpoint):
+    with plain_checkpoint(checkpoint), tied_weights_known(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
     stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
     save_result(trainer, run_dir)
+
+
+@contextlib.contextmanager
+def tied_weights_known(trainer: AdapterTrainer) -> Iterator[None]:
+    """A checkpoint of all weights holds tied ones under one name: transformers does not warn inside that the other is
+    missing."""
+    tied = getattr(trainer.accelerator.unwrap_model(trainer.model), "all_tied_weights_keys", {})
+
+    def warns_of_others(record: logging.LogRecord) -> bool:
+        missing = re.fullmatch(
+            r"There were missing keys in the checkpoint model loaded: \[(.*)\]\.", record.getMessage()
+        )
+        return missing is None or not {name.strip("' ") for name in missing[1].split(",")} <= set(tied)
+
+    logger = logging.getLogger("transformers.trainer")
+    logger.addFilter(warns_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(warns_of_others)
 
 
 @contextlib.contextmanager
