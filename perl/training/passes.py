@@ -65,15 +65,13 @@ class Passes:
     aux_loss: bool
     """The loss has a router's auxiliary loss."""
     max_tokens: int = PASS_TOKENS
-    device: torch.device
+    processes: Processes
     config: Any
     """The policy's, of transformers."""
     clock: StepClock
     without_checkpointing: Callable[[], contextlib.AbstractContextManager[Any]]
     """Inside it no forward of the policy keeps anything for a backward."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
-    largest: Callable[[int], int]
-    """From a number of this process to the largest of all."""
     pad_token_id: int = 0
     image_inputs: Callable[[Trajectory], Any] = field(default=lambda row: None)
     """Of a row's images (perl.models.pixels.ImageInputs); None: it has none."""
@@ -107,7 +105,7 @@ class Passes:
         chunks = list((by_tokens if self.packed else by_area)(rows, self.max_tokens))
         parts: list[torch.Tensor] = []
         with self.without_checkpointing(), self.autocast():
-            for index in range(self.largest(len(chunks))):
+            for index in range(self.processes.largest([len(chunks)])[0]):
                 outputs, work = forward([rows[place] for place in chunks[min(index, len(chunks) - 1)]])
                 if index < len(chunks):
                     parts.append(getattr(outputs, wanted).float())
@@ -124,7 +122,7 @@ class Passes:
         shorter = packed_work(rows).tokens < len(rows) * (prompt + completion)
         if "critic" not in readers and not (self.packed and shorter):
             return self._padded(model, rows, completion, width)
-        packed = pack(rows, width, self.device, self.kernel, readers)
+        packed = pack(rows, width, self.processes.device, self.kernel, readers)
         output = model(**forward_arguments(packed))
         if not packed.packing.uses:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
@@ -136,7 +134,7 @@ class Passes:
 
     def _padded(self, model: Any, rows: Sequence[Trajectory], completion: int, width: int) -> tuple[TokenOutputs, Work]:
         """TRL's forward: prompts are padded on the left, completions on the right."""
-        where = self.device
+        where = self.processes.device
         ids, mask = left_pad([row.prompt_ids for row in rows], self.pad_token_id, where)
         missing = [completion - len(row.token_ids) for row in rows]
         drawn = [[*row.token_ids, *[self.pad_token_id] * count] for row, count in zip(rows, missing, strict=True)]
@@ -189,7 +187,6 @@ class Samplers:
     engine: PolicyEngine
     passes: Passes
     processes: Processes
-    device: torch.device
     gathered: Callable[[], contextlib.AbstractContextManager[Any]]
     noise: NoiseInjector | None
 
@@ -198,7 +195,7 @@ class Samplers:
         """float32 [rows, width]: log-probabilities by the policy that has drawn each row, its base not quantised, with
         or without its noise. Every process must come here."""
         drew = [row.weights for row in batch.rows]
-        logps = torch.empty((len(drew), batch.width), device=self.device)
+        logps = torch.empty((len(drew), batch.width), device=self.processes.device)
         for weights in sorted(set(self.processes.gathered(list(set(drew))))):
             places = [place for place, each in enumerate(drew) if each == weights]
             rows = [batch.rows[place] for place in places or [0]]  # every process makes each pass
@@ -266,7 +263,7 @@ class Comparison:
             trainer = self.samplers.logps(few)
         tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
         drawn = torch.tensor(
-            [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=self.samplers.device
+            [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=processes.device
         )
         assert few.sampler is not None
         apart, known = difference(few.sampler, trainer, drawn)

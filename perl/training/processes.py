@@ -19,6 +19,11 @@ class Processes:
         self.accelerator = accelerator
 
     @property
+    def device(self) -> torch.device:
+        """Of this process."""
+        return self.accelerator.device
+
+    @property
     def rank(self) -> int:
         return self.accelerator.process_index
 
@@ -36,7 +41,7 @@ class Processes:
 
     def numbers(self, numbers: list[Any]) -> torch.Tensor:
         """[processes, numbers]: as many numbers of every process."""
-        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
+        return self.accelerator.gather(torch.tensor([numbers], device=self.device))
 
     def largest(self, numbers: list[int]) -> list[int]:
         """The largest of each among all processes."""

@@ -86,7 +86,6 @@ class Step:
     nonfinite: NonFinite
     processes: Processes
     clock: StepClock
-    device: torch.device
     model: Callable[[], Any]
     reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
     noise: NoiseInjector | None
@@ -114,7 +113,7 @@ class Step:
         longest, logprobs = self.processes.largest(
             [max(len(row.token_ids) for row in rows), int(any(row.logprobs for row in rows))]
         )
-        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest, bool(logprobs))
+        batch = Batch.of(rows, self.processes.device, self.args.mask_truncated_completions, longest, bool(logprobs))
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._finite_rewards(rows, step)
         self.comparison.compare(batch)
@@ -148,7 +147,7 @@ class Step:
         """float32 [rows of all processes, functions], infinite ones as NaN, which counts as none; whether an update can
         be made of them stands in `nonfinite`."""
         functions = self.collector.rewards
-        rewards = self.processes.rows(functions.of(rows).to(self.device))
+        rewards = self.processes.rows(functions.of(rows).to(self.processes.device))
         shown = functools.partial(completions_of, rows, functions.names)
         self.nonfinite.look_at(step + 1, rewards, functions.names, functions.infinite(rows), shown)
         return rewards.masked_fill(rewards.isinf(), math.nan)
@@ -303,5 +302,7 @@ class Step:
     def end_of_update(self) -> None:
         """Every process must come here."""
         if self.entropy_bonus is not None:
-            self.metrics.mean("entropy_coef", torch.as_tensor(self.entropy_bonus.coefficient, device=self.device))
+            self.metrics.mean(
+                "entropy_coef", torch.as_tensor(self.entropy_bonus.coefficient, device=self.processes.device)
+            )
             self.entropy_bonus.end_of_update(self.processes.sum)

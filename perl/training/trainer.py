@@ -269,7 +269,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             engine=engine,
             passes=passes,
             processes=processes,
-            device=self.accelerator.device,
             gathered=self.gathered,
             noise=self.noise,
         )
@@ -292,7 +291,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             nonfinite=self.nonfinite,
             processes=processes,
             clock=self.clock,
-            device=self.accelerator.device,
             model=lambda: self.model,
             reference=self._reference if refers else None,
             noise=self.noise,
@@ -357,7 +355,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             kernel=plan.kernel,
             aux_loss=self.aux_loss_enabled,
             max_tokens=args.max_tokens_per_microbatch or PASS_TOKENS,
-            device=self.accelerator.device,
+            processes=processes,
             config=self.policy().config,
             clock=self.clock,
             without_checkpointing=lambda: disable_gradient_checkpointing(
@@ -365,7 +363,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
             ),
             autocast=self.accelerator.autocast,
-            largest=lambda count: processes.largest([count])[0],
             pad_token_id=int(self._tokenizer.pad_token_id),  # type: ignore[arg-type]
             image_inputs=lambda row: image_inputs(self.processing_class, row.images) if row.images else None,
         )

@@ -3,8 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from perl.training.passes import Comparison, Samplers
 
 
@@ -16,9 +14,7 @@ class Nobody(Samplers):
 
 
 def compared(*, engine: Any, passes: Any, processes: Any, metrics: Any, clock: Any) -> Comparison:
-    samplers = Nobody(
-        engine=engine, passes=passes, processes=processes, device=torch.device("cpu"), gathered=nullcontext, noise=None
-    )
+    samplers = Nobody(engine=engine, passes=passes, processes=processes, gathered=nullcontext, noise=None)
     sampling: Any = None
     return Comparison(
         samplers=samplers,

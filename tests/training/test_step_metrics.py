@@ -127,6 +127,7 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers],
         added_up=lambda numbers: [0.0, 2.0],
         gathered=lambda things: things,
+        device=torch.device("cpu"),
     )
     comparison = compared(
         clock=clock,
@@ -145,7 +146,6 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         _finite_rewards=lambda rows, step: None,
         weights=Weights(version=-1),
         _batches_left=lambda step: 1,
-        device=torch.device("cpu"),
     )
     with pytest.raises(StopIteration):
         Step.batch(step, 0)
