@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from perl.workers.worker import Batch, Deliver, Failed, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
+NO_MORE = object()
+"""Ends the sender, and is never sent."""
 EXIT_S = 1.0
 """A process that has closed its pipe has an exit code by then."""
 
@@ -31,10 +34,11 @@ class ProcessLink:
         self._process.start()
         far_end.close()
         self._deliver = deliver
-        self._outbox: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._sender = threading.Thread(target=self._send, daemon=True)
         self._listener.start()
-        threading.Thread(target=self._send, daemon=True).start()
+        self._sender.start()
 
     def send(self, batch: Batch | None) -> None:
         self._outbox.put(batch)
@@ -42,9 +46,8 @@ class ProcessLink:
     def _send(self) -> None:
         """In a thread of its own: a worker that reads nothing lets its sender wait for ever once the pipe is full."""
         try:
-            while (batch := self._outbox.get()) is not None:
+            while (batch := self._outbox.get()) is not NO_MORE:
                 self._connection.send(batch)
-            self._connection.send(None)
         except OSError:
             logger.debug("%s is gone", self._process.name)
 
@@ -62,10 +65,13 @@ class ProcessLink:
                 break
             except ProcessLookupError:  # no group of its own yet, or gone already
                 continue
-        self._outbox.put(None)  # ends the sender, if it waits
-        self._listener.join(2 * EXIT_S)
+        self._outbox.put(NO_MORE)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)  # ends the waits of both threads
+        self._listener.join()
+        self._sender.join()
         self._process.join()
-        self._connection.close()
+        self._connection.close()  # not before: the next pipe may have the same descriptor
 
     def exit_reason(self) -> str:
         code = self._process.exitcode

@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -124,3 +125,14 @@ def test_a_worker_that_reads_nothing_holds_nobody_up(tmp_path: Path):
     link.kill()
     assert not link._process.is_alive()
     assert events[1:] == [None]
+
+
+def test_the_end_of_a_worker_sends_nothing_and_leaves_no_thread(tmp_path: Path):
+    """What was still sent came to the next worker, whose pipe may have the same descriptor."""
+    before, sent = set(threading.enumerate()), []
+    link, events = started(Reader(), tmp_path)
+    assert isinstance(events.get(timeout=120), Ready)
+    link._connection.send = sent.append
+    link.kill()
+    assert set(threading.enumerate()) == before
+    assert sent == []
