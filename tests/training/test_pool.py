@@ -241,9 +241,21 @@ def test_the_last_worker_ends_the_run_with_a_checkpoint_from_which_it_goes_on(mo
 
 
 def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
-    with pytest.raises(PoolLost, match=r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"):
+    why = r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"
+    with pytest.raises(PoolLost, match=why) as lost:
         train(save_tiny(tmp_path / "gone", scale=4.0), tmp_path / "run", 1, 0,
               callbacks=[Remove(tmp_path / "gone")])  # fmt: skip
+    assert lost.value.exit_code == 1  # the run's, not a flag's
+
+
+def test_workers_that_are_refused_are_the_users_mistake(tmp_path, model, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise UserError("--config.rollout.executor ray: as Ray's flags are refused")
+
+    monkeypatch.setattr("perl.training.engines.make_executor", refuse)
+    with pytest.raises(UserError, match="executor ray: as Ray's flags are refused") as refused:
+        train(model, tmp_path / "run", 1, 0)
+    assert refused.value.exit_code == 2
 
 
 class Remove(TrainerCallback):
