@@ -8,7 +8,7 @@
 The queue grows with each `submit`; a worker replaces the weights in its engine when it comes to the first request that
 needs others. (With `newest` the weights of the last `submit` complete whatever is handed out.) The requests of a worker
 that dies are tried again (perl.workers.retries), and it is started again. One that keeps dying without finishing
-anything is given up.
+anything is given up. Where all requests are needed, an error that comes back ends the work.
 """
 
 from __future__ import annotations
@@ -104,6 +104,11 @@ class Worker:
         return f"{reason} (log: {self.log})"
 
 
+def alike(message: str) -> list[str]:
+    """What two messages of one error have in common: amounts and addresses differ."""
+    return [word for word in message.split() if not any(letter.isdigit() for letter in word)]
+
+
 class WorkerPool:
     """Workers that complete what is submitted. Use as a context manager: on exit no process of theirs is left."""
 
@@ -115,6 +120,7 @@ class WorkerPool:
         engine_works: bool = False,
         deadline_s: float = math.inf,
         newest: bool = False,
+        all_needed: bool = False,
     ):
         """Args:
         job: what each worker does.
@@ -122,6 +128,7 @@ class WorkerPool:
         deadline_s: one that has work, or starts, and says nothing for so long counts as dead.
         newest: a request that is handed out is completed by the weights of the last `submit`, not those of its own.
         engine_works: it has completed such requests before, so that one that fails now is at fault itself.
+        all_needed: the work is lost with a single request.
         """
         self.unfinished: dict[RequestId, Request] = {}
         """Pending, held by a worker, or in the retries; in the order in which they were submitted."""
@@ -130,7 +137,11 @@ class WorkerPool:
         self.restarts = 0
         self.workers = [Worker(index, (logs / f"worker-{index}.log").resolve()) for index in range(executor.workers)]
         self._executor, self._job, self._deadline_s = executor, job, deadline_s
-        self._engine_works = engine_works
+        self._engine_works, self._all_needed = engine_works, all_needed
+        self._reason = ""
+        """Of the last death."""
+        self._raised: list[str] | None = None
+        """By a worker at its work, `alike`, since something was completed."""
         self._pending: deque[Request] = deque()
         """No worker has had them."""
         self._newest, self._latest = newest, None
@@ -183,7 +194,8 @@ class WorkerPool:
 
         Raises:
             WorkerError: an engine failed to start, all workers died more often than they are restarted, or all requests
-                failed and none was ever completed. What finished before comes first.
+                failed and none was ever completed; where all are needed, an error has come back before anything was
+                completed. What finished before comes first.
         """
         if self._error is not None:
             raise self._error
@@ -198,7 +210,7 @@ class WorkerPool:
                 if not self._engine_works:
                     raise WorkerError(
                         f"each of the {len(self.unfinished)} {self._job.unit} killed its worker and none was completed,"
-                        f" so the engine itself may be at fault; nothing is recorded (log: {self.workers[0].log})"
+                        f" so the engine itself may be at fault; nothing is recorded; the last one: {self._reason}"
                     )
                 finished += self._failed()
         except WorkerError as error:
@@ -210,7 +222,7 @@ class WorkerPool:
     def _on_event(self, worker: Worker, event: WorkerEvent | None) -> list[Finished]:
         """What finishes with the event; None: the worker is gone."""
         if isinstance(event, Result):
-            self._engine_works = True
+            self._engine_works, self._raised = True, None
             worker.held.pop(event.id, None)
             worker.max_num_seqs, worker.deaths_without_progress = event.max_num_seqs, 0
             if self._finish(event.id):
@@ -237,7 +249,7 @@ class WorkerPool:
             at_work = worker.link is not None and (worker.held or worker.max_num_seqs is None)
             if at_work and time.monotonic() - worker.heard > self._deadline_s:
                 worker.failure = Failed(f"it said nothing for {self._deadline_s:g} s")
-                self._on_exit(worker)
+                self._on_exit(worker, silent=True)
 
     def _finish(self, request_id: RequestId) -> bool:
         """Whether it was unfinished until now."""
@@ -319,16 +331,21 @@ class WorkerPool:
             taken += self._retries.without_failed([self._pending.popleft()])
         return taken
 
-    def _on_exit(self, worker: Worker) -> None:
+    def _on_exit(self, worker: Worker, silent: bool = False) -> None:
         """Clear up after a dead worker, have its requests tried again, and start it again, if that makes sense."""
         index, held, was_ready = worker.index, list(worker.held.values()), worker.max_num_seqs is not None
         # Its weights may have been done, and removed, while it still loaded them.
         wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
-        reason = worker.kill()
+        raised = alike(worker.failure.message) if held and worker.failure is not None and not silent else None
+        reason = self._reason = worker.kill()
         if broken:  # once it ran, its device is at fault
             raise WorkerError(f"the engine of worker {index} did not start: {reason}")
-        self._retries.bisect(index, held)
+        if self._all_needed and raised is not None:
+            if raised == self._raised:
+                raise WorkerError(f"an error came back before anything else was completed: {reason}")
+            self._raised = raised
+        self._retries.bisect(index, held, reason)
         worker.deaths_without_progress += 1
         worker.failed_starts += not was_ready
         if worker.failed_starts <= MAX_FAILED_STARTS and worker.deaths_without_progress <= MAX_DEATHS_WITHOUT_PROGRESS:

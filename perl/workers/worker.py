@@ -200,9 +200,14 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
             inbox.send(event)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         sys.stderr.write(hide(traceback.format_exc()))
-        text = str(error).strip() or type(error).__name__
-        inbox.send(Failed(text.splitlines()[0]))
+        inbox.send(Failed(hide(said_by(error))))
         sys.exit(1)
+
+
+def said_by(error: Exception) -> str:
+    """One line; a UserError says all by itself."""
+    said, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    return said if isinstance(error, UserError) else f"{kind}: {said}" if said else kind
 
 
 def require_device(wanted: Kind, detected: Kind) -> None:
