@@ -18,6 +18,8 @@ from perl.workers.worker import Batch, Deliver, Failed, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
+FROM_OUTSIDE = (None, 0, -signal.SIGKILL)
+"""Exit codes of what was ended, or was let go; None: of what is not over."""
 NO_MORE = object()
 """Ends the sender, and is never sent."""
 EXIT_S = 1.0
@@ -83,6 +85,8 @@ class ProcessLink:
                 self._deliver(self._connection.recv())
         except (EOFError, OSError):
             self._process.join(EXIT_S)  # a process closes its pipes before it has an exit code
+            if self._process.exitcode not in FROM_OUTSIDE:
+                self._deliver(Failed(self.exit_reason()))
         except Exception as error:  # noqa: BLE001  # whatever it is, what comes next is of no use
             self._deliver(Failed(f"what it sent cannot be read: {' '.join(str(error).split())}"))
         self._deliver(None)

@@ -128,7 +128,7 @@ class WorkerPool:
         deadline_s: one that has work, or starts, and says nothing for so long counts as dead.
         newest: a request that is handed out is completed by the weights of the last `submit`, not those of its own.
         engine_works: it has completed such requests before, so that one that fails now is at fault itself.
-        all_needed: the work is lost with a single request.
+        all_needed: the work is lost with a single request, so what ends a worker from outside is no fault of one.
         """
         self.unfinished: dict[RequestId, Request] = {}
         """Pending, held by a worker, or in the retries; in the order in which they were submitted."""
@@ -231,7 +231,7 @@ class WorkerPool:
             worker.max_num_seqs, worker.failed_starts = event.max_num_seqs, 0
             self.first_ready = self.first_ready or time.monotonic()
         elif isinstance(event, Failed):
-            worker.failure = event
+            worker.failure = worker.failure or event
         elif isinstance(event, Working):
             pass  # `heard` is all of it
         elif isinstance(event, Restart):
@@ -338,6 +338,7 @@ class WorkerPool:
         wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
         raised = alike(worker.failure.message) if held and worker.failure is not None and not silent else None
+        innocent = self._all_needed and worker.failure is None
         reason = self._reason = worker.kill()
         if broken:  # once it ran, its device is at fault
             raise WorkerError(f"the engine of worker {index} did not start: {reason}")
@@ -345,7 +346,7 @@ class WorkerPool:
             if raised == self._raised:
                 raise WorkerError(f"an error came back before anything else was completed: {reason}")
             self._raised = raised
-        self._retries.bisect(index, held, reason)
+        self._retries.bisect(index, held, reason, innocent)
         worker.deaths_without_progress += 1
         worker.failed_starts += not was_ready
         if worker.failed_starts <= MAX_FAILED_STARTS and worker.deaths_without_progress <= MAX_DEATHS_WITHOUT_PROGRESS:

@@ -173,7 +173,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker ends for this error."""
+    """The worker ends for this error, or has ended by itself: nothing from outside has ended it."""
 
     message: str
 

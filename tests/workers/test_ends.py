@@ -1,6 +1,7 @@
 """Workers that keep dying, of jobs without a model: what ends the work and what does not."""
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,21 @@ class Job:
 
     def fail(self, request):
         raise RuntimeError(f"CUDA out of memory. Tried to allocate {os.getpid()} MiB")
+
+
+class Slow(Job):
+    """Is killed at its work, twice."""
+
+    def fail(self, request):
+        killed = Path(request.prompts[0])
+        if len(list(killed.iterdir())) < 2:
+            (killed / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Exits(Job):
+    def fail(self, request):
+        os._exit(7)
 
 
 def pieces(call: int, count: int) -> list[Piece]:
@@ -69,3 +85,21 @@ def test_what_has_failed_says_of_what(tmp_path: Path):
         each = "each of the 1 pieces killed its worker .*; the last one: RuntimeError: CUDA out of memory"
         with pytest.raises(WorkerError, match=each):
             polled(pool)
+
+
+def test_what_ends_workers_from_outside_ends_no_work_of_which_all_is_needed(tmp_path: Path):
+    """A piece whose worker was killed twice had failed."""
+    (tmp_path / "killed").mkdir()
+    with WorkerPool(LocalExecutor(1, 1), Slow(), tmp_path / "logs", all_needed=True) as pool:
+        pool.submit("weights", [Piece((0, 0), (str(tmp_path / "killed"),))])
+        ((_, drawn),) = polled(pool)
+    assert drawn.error is None
+    assert pool.restarts == 2
+
+
+def test_a_worker_that_ends_by_itself_has_failed(tmp_path: Path):
+    with WorkerPool(LocalExecutor(1, 1), Exits(), tmp_path, all_needed=True) as pool:
+        pool.submit("weights", pieces(0, 1))
+        with pytest.raises(WorkerError, match=r"came back before anything else was completed: exit code 7 \(log: "):
+            polled(pool)
+    assert pool.restarts == 1
