@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -9,12 +10,14 @@ import queue
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.workers.worker import Batch, Deliver, Failed, WorkerSpec, run_worker
+from perl.workers.worker import FOR_THE_PARENT, Batch, Deliver, Failed, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,17 @@ EXIT_S = 1.0
 """A process that has closed its pipe has an exit code by then."""
 
 
+@contextlib.contextmanager
+def held_back(*signals: int) -> Iterator[None]:
+    """Processes that are started inside get these when they unblock them (run_worker)."""
+    resource_tracker.ensure_running()  # whose own start unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ProcessLink:
     """A worker that is a process of this machine, at the other end of a pipe."""
 
@@ -33,7 +47,8 @@ class ProcessLink:
         context = multiprocessing.get_context("spawn")
         self._connection, far_end = context.Pipe()
         self._process = context.Process(target=run_worker, args=(spec, far_end), name=f"worker-{spec.index}")
-        self._process.start()
+        with held_back(*FOR_THE_PARENT):
+            self._process.start()
         far_end.close()
         self._deliver = deliver
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -45,6 +45,8 @@ class WeightsSpec:
 
 WORKING_S = 1.0
 """So often a worker tells at most that it is at work."""
+FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a terminal or a scheduler sends to all processes. The parent ends its workers, by their pipes."""
 Complete = Callable[[Iterable[Any]], Iterator[tuple[int, Completion]]]
 RequestId = tuple[str | int, ...]
 """The prompt, and last which of its completions."""
@@ -187,7 +189,10 @@ Deliver = Callable[[WorkerEvent | None], None]
 def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     """Body of the worker's process."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    for number in FOR_THE_PARENT:  # a handler, as what a worker starts would inherit that they are ignored
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_PARENT)
     os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of this process, not of its children
     os.environ.update(spec.environment)
     _log_to(spec.log)

@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -66,6 +67,22 @@ class Forking:
             os._exit(0)
         yield Result((child,), Completion.failed("none"), 1)
         inbox.next_weights(wait=True)
+
+
+class Starting:
+    """A job that has a program ended by SIGTERM, whose exit code it answers with."""
+
+    unit = "rows"
+
+    def paths(self, weights):
+        return []
+
+    def serve(self, weights, inbox):
+        yield Ready(1, 0.0)
+        while inbox.next_weights(wait=True) is not None:
+            inbox.take()
+            code = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode
+            yield Result((code,), Completion.failed("none"), 1)
 
 
 def started(job, tmp_path: Path) -> tuple[ProcessLink, queue.SimpleQueue]:
@@ -136,3 +153,21 @@ def test_the_end_of_a_worker_sends_nothing_and_leaves_no_thread(tmp_path: Path):
     link.kill()
     assert set(threading.enumerate()) == before
     assert sent == []
+
+
+def test_signals_to_all_processes_leave_a_worker_at_work_from_its_first_moment_on(tmp_path: Path):
+    """Ctrl-C printed a traceback of one that still started, and SIGTERM, as Slurm sends it, ended all."""
+    link, events = started(Starting(), tmp_path)
+    try:
+        for moment in range(2):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(link._process.pid, number)
+            if moment == 0:
+                assert isinstance(events.get(timeout=120), Ready)
+        link.send(Batch(0, [0]))
+        assert events.get(timeout=60).id == (-signal.SIGTERM,)
+        link.send(None)
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+    assert link.exit_reason() == "exit code 0"
