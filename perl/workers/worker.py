@@ -5,6 +5,7 @@ torch and vLLM are imported after the worker's environment is set, so that they 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -195,8 +196,12 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_PARENT)
     os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of this process, not of its children
     os.environ.update(spec.environment)
-    _log_to(spec.log)
     inbox = Inbox(connection)
+    try:
+        _log_to(spec.log)
+    except OSError as error:
+        inbox.send(Failed(f"{error.filename or spec.log}: {error.strerror}"))
+        sys.exit(1)
     try:
         require_device(spec.device, device.detect().kind)
         if spec.cores is not None:
@@ -204,8 +209,9 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         for event in spec.job.serve(spec.weights, inbox):
             inbox.send(event)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
-        sys.stderr.write(hide(traceback.format_exc()))
         inbox.send(Failed(hide(said_by(error))))
+        with contextlib.suppress(OSError):  # of a disk that is full
+            sys.stderr.write(hide(traceback.format_exc()))
         sys.exit(1)
 
 

@@ -103,3 +103,13 @@ def test_a_worker_that_ends_by_itself_has_failed(tmp_path: Path):
         with pytest.raises(WorkerError, match=r"came back before anything else was completed: exit code 7 \(log: "):
             polled(pool)
     assert pool.restarts == 1
+
+
+def test_a_log_that_cannot_be_written_ends_the_work_at_once_in_one_line(tmp_path: Path, capfd):
+    """There were four starts, each with a traceback, and no reason."""
+    (tmp_path / "logs").write_text("no folder")
+    with WorkerPool(LocalExecutor(1, 1), Job(good=1), tmp_path / "logs") as pool:
+        pool.submit("weights", pieces(0, 1))
+        with pytest.raises(WorkerError, match=f"worker 0 did not start: {tmp_path}/logs: File exists"):
+            polled(pool)
+    assert "Traceback" not in capfd.readouterr().err
