@@ -52,8 +52,8 @@ healthy worker may die several times in a row."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long workers get to end by themselves once the work is done."""
 PREFETCH = 1.25
-"""A worker holds this many times what its engine works on at once, so that the engine never waits for the parent. (With
-`newest` once, as what it has not begun would be drawn by an older policy.)"""
+"""A worker holds this many times what its engine works on at once, rounded down, so that the engine never waits for the
+parent. (With `newest` once, as what it has not begun would be drawn by an older policy.)"""
 
 
 class WorkerError(RuntimeError):
@@ -313,7 +313,7 @@ class WorkerPool:
                         self._drop_payload(weights)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
-                most = math.ceil(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
+                most = int(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
                 goal = min(most, math.ceil(len(self.unfinished) / living))
                 requests = self._take(goal - len(worker.held))
             assert worker.link is not None
