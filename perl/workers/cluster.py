@@ -119,7 +119,7 @@ class ActorLink:
     def join(self, timeout: float) -> None:
         self._listener.join(timeout)
 
-    def kill(self) -> None:
+    def kill(self) -> int | None:
         """First by its actor: a worker that hangs does not see that it has gone."""
         if self._placed:
             with contextlib.suppress(RayError):

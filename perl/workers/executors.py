@@ -28,8 +28,8 @@ class Link(Protocol):
         """Wait until the worker has ended."""
         ...
 
-    def kill(self) -> None:
-        """End the worker and all its processes now. A second call does nothing."""
+    def kill(self) -> int | None:
+        """End the worker and all its processes now. A second call does nothing. Gives the process that does not end."""
         ...
 
     def exit_reason(self) -> str:

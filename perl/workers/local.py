@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import resource_tracker
+from multiprocessing import process, resource_tracker
 from typing import Any
 
 from perl import device
@@ -27,6 +27,9 @@ NO_MORE = object()
 """Ends the sender, and is never sent."""
 EXIT_S = 1.0
 """A process that has closed its pipe has an exit code by then."""
+
+KILL_S = 30.0
+"""A process that SIGKILL has not ended by then waits in the kernel, for its device or a file system."""
 
 
 @contextlib.contextmanager
@@ -71,10 +74,10 @@ class ProcessLink:
     def join(self, timeout: float) -> None:
         self._process.join(timeout)
 
-    def kill(self) -> None:
+    def kill(self) -> int | None:
         """End the worker's whole process group: the engine may have processes of its own."""
         if self._connection.closed:
-            return
+            return None
         assert self._process.pid is not None
         for end in (os.killpg, os.kill):
             try:
@@ -87,8 +90,12 @@ class ProcessLink:
             pipe.shutdown(socket.SHUT_RDWR)  # ends the waits of both threads
         self._listener.join()
         self._sender.join()
-        self._process.join()
+        self._process.join(KILL_S)
         self._connection.close()  # not before: the next pipe may have the same descriptor
+        if self._process.exitcode is not None:
+            return None
+        vars(process)["_children"].discard(self._process)  # this interpreter would wait for it at its end
+        return self._process.pid
 
     def exit_reason(self) -> str:
         code = self._process.exitcode

@@ -91,16 +91,21 @@ class Worker:
     deaths_without_progress: int = 0
     """Since it last finished a request."""
     failure: Failed | None = None
+    stuck: bool = False
+    """Its process does not end, and has its device."""
     heard: float = 0.0
     """time.monotonic() of its start, of its last event, or of the first request that it got since."""
 
     def kill(self) -> str:
         """End it. Returns why it ended, as far as is known, and where to read more."""
         assert self.link is not None
-        self.link.kill()
+        process = self.link.kill()
         reason = self.failure.message if self.failure is not None else self.link.exit_reason()
         self.link, self.max_num_seqs, self.failure, self.retrying, self.given = None, None, None, False, None
         self.held.clear()
+        if process is not None:
+            self.stuck = True
+            reason += f"; SIGKILL does not end its process {process}, which has its device"
         return f"{reason} (log: {self.log})"
 
 
@@ -166,7 +171,8 @@ class WorkerPool:
             for link in links:
                 link.join(max(0.0, deadline - time.monotonic()))
         for link in links:
-            link.kill()
+            if (process := link.kill()) is not None:
+                logger.warning("SIGKILL does not end a worker's process %d", process)
         self._executor.close()
 
     def submit(self, weights: Any, requests: Sequence[Any], payload: Any = None) -> None:
@@ -237,8 +243,11 @@ class WorkerPool:
         elif isinstance(event, Restart):
             logger.warning("worker %d starts a new engine: %s", worker.index, event.reason)
             self._pending.extendleft(reversed(list(worker.held.values())))
-            worker.kill()
-            self._start(worker, event.weights)
+            reason = worker.kill()
+            if worker.stuck:
+                self._give_up(worker, reason)
+            else:
+                self._start(worker, event.weights)
         else:
             self._on_exit(worker)
         return []
@@ -349,7 +358,12 @@ class WorkerPool:
         self._retries.bisect(index, held, reason, innocent)
         worker.deaths_without_progress += 1
         worker.failed_starts += not was_ready
-        if worker.failed_starts <= MAX_FAILED_STARTS and worker.deaths_without_progress <= MAX_DEATHS_WITHOUT_PROGRESS:
+        given_up = (
+            worker.stuck
+            or worker.failed_starts > MAX_FAILED_STARTS
+            or worker.deaths_without_progress > MAX_DEATHS_WITHOUT_PROGRESS
+        )
+        if not given_up:
             self.restarts += 1
             logger.warning(
                 "worker %d died: %s; its %d %s go back, it starts again", index, reason, len(held), self._job.unit
@@ -358,8 +372,13 @@ class WorkerPool:
                 self._start(worker, self._weights[next(iter(self.unfinished))])
             else:  # the next request starts it, with what that needs
                 worker.to_start = True
-        elif any(other.link is not None for other in self.workers):
-            logger.warning("worker %d died again: %s; the others go on without it", index, reason)
+        else:
+            self._give_up(worker, reason)
+
+    def _give_up(self, worker: Worker, reason: str) -> None:
+        """It is not started again. A WorkerError where it was the last."""
+        if any(other.link is not None for other in self.workers):
+            logger.warning("worker %d is given up: %s; the others go on without it", worker.index, reason)
         else:
             left = len(self.unfinished)
             raise WorkerError(f"all workers died, the last one: {reason}; {left} {self._job.unit} are left")

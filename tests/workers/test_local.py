@@ -1,5 +1,6 @@
 """A worker that is a process of this machine."""
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -12,6 +13,7 @@ from types import ModuleType
 
 from benchmarks._nodes import alive
 from perl.records import Completion
+from perl.workers import local
 from perl.workers.local import ProcessLink
 from perl.workers.worker import Batch, Failed, Ready, Result, WorkerSpec
 
@@ -171,3 +173,21 @@ def test_signals_to_all_processes_leave_a_worker_at_work_from_its_first_moment_o
     finally:
         link.kill()
     assert link.exit_reason() == "exit code 0"
+
+
+def test_a_process_that_does_not_end_holds_nobody_up(tmp_path: Path, monkeypatch):
+    """As one that waits in the kernel: SIGKILL does nothing."""
+    link, events = started(Reader(), tmp_path)
+    assert isinstance(events.get(timeout=120), Ready)
+    process = link._process
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "KILL_S", 0.5)
+        for name in ("kill", "killpg"):
+            patched.setattr(os, name, lambda *_: None)
+        assert link.kill() == process.pid
+        assert link.kill() is None
+        assert process not in multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
