@@ -52,6 +52,7 @@ from perl.runs.vision import check_images, check_mixed_rows, language_part
 from perl.training.collect import rollout_sampling
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
+from perl.workers.executors import require_ray
 from perl.workers.local import require_room
 
 if TYPE_CHECKING:
@@ -216,6 +217,8 @@ def check_engine(config: Config) -> None:
         )
     if config.rollout.workers and config.rollout.executor == "processes":
         require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
+    if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:
+        require_ray(config.rollout.ray_address, training=True)  # by the process that will ask it
     ahead, gathers = batches_ahead(config.rollout), config.training.ds3_gather_for_generation
     if ahead and strategy == "zero3" and not gathers:
         flag = f"--config.rollout.{'lag' if config.rollout.lag else 'max_staleness'}"

@@ -50,3 +50,19 @@ def test_an_older_policy_needs_gathered_weights_under_zero3(ahead, monkeypatch):
     said = f"^--config.rollout.{ahead} 1: under ZeRO-3 an older policy .*; set that to true, or write .*{ahead} 0$"
     with pytest.raises(UserError, match=said):
         check_engine(config(*flags, "false"))
+
+
+RAY = ["--config.rollout.workers", "1", "--config.rollout.executor", "ray", "--config.rollout.ray_address"]
+
+
+def test_ray_is_looked_for_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^--config\.rollout\.executor ray: ray is not installed; pip install"):
+        check_engine(config(*RAY, "auto"))
+
+
+@pytest.mark.ray
+def test_so_is_a_cluster():
+    pytest.importorskip("ray")
+    with pytest.raises(UserError, match=r"^--config\.rollout\.ray_address 127\.0\.0\.1:1: no Ray cluster answers"):
+        check_engine(config(*RAY, "127.0.0.1:1"))
