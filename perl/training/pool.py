@@ -143,6 +143,8 @@ class PoolEngine:
         counts = self.processes.gathered([len(own)])
         first = sum(counts[: self.processes.rank])
         prompts: list[Any] = self.processes.gathered(list(own))
+        if not prompts and not self.newest:
+            return iter(())
         sent = self._send()
         size = self._size
         starts = range(0, len(prompts), size)

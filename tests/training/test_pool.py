@@ -15,7 +15,7 @@ from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
 from perl.records import Weights
-from perl.training.pool import PoolLost, require_sent
+from perl.training.pool import PoolLost, _Background, require_sent
 from perl.workers.rollouts import Drawn, Version
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import SUMS, make_trainer, reward_tokens
@@ -129,6 +129,22 @@ def test_what_nobody_has_begun_is_drawn_by_the_newest_policy_and_none_is_older_t
     train(model, tmp_path / "run", 1, 0, checkpoint=checkpoint, watch=again, **rollout, **saved)
     assert [[row[:2] for row in rows] for rows in again] == [[row[:2] for row in rows] for rows in seen[3:]]
     assert {row[2] for row in again[0]} == {3}
+
+
+def test_the_newest_policy_is_sent_though_nothing_is_left_to_begin(model, tmp_path, monkeypatch):
+    """The last batches were drawn by the policy that the last one of them was begun with."""
+    submit, seen = _Background.submit, []
+
+    def seen_submit(background, sent, pieces):
+        seen.append((sent.version.weights.version, bool(pieces)))
+        submit(background, sent, pieces)
+
+    monkeypatch.setattr(_Background, "submit", seen_submit)
+    train(model, tmp_path / "run", 1, 0, rollout=NEWEST, max_steps=4)
+    assert seen == [(0, True), (0, True), (0, True), (1, True), (2, False), (3, False)]
+    seen.clear()
+    train(model, tmp_path / "lagging", 1, 2, max_steps=4)
+    assert seen == [(0, True), (0, True), (0, True), (1, True)]
 
 
 class Validated(TrainerCallback):

@@ -119,6 +119,21 @@ def test_a_worker_that_says_that_it_is_at_work_is_waited_for(tmp_path, monkeypat
         pool.unfinished.clear()
 
 
+def test_new_weights_need_no_new_pieces(tmp_path):
+    executor = Links()
+    with WorkerPool(executor, Job(), tmp_path, newest=True) as pool:
+        pool.submit(version(0), pieces(0), b"zero")
+        pool.poll(0.0)
+        pool.submit(version(1), [], b"one")
+        executor.links[0].deliver(Ready(1, 0.0))
+        pool.poll(0.0)
+        pool.poll(0.0)
+        (batch,) = executor.links[0].batches
+        assert (batch.weights, batch.payload) == (version(1), b"one")
+        assert set(pool._payloads) == {version(1)}
+        pool.unfinished.clear()
+
+
 def test_a_worker_whose_process_does_not_end_is_not_started_again(tmp_path):
     executor = Links()
     with WorkerPool(executor, Job(), tmp_path) as pool:
