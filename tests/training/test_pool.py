@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
 from perl.records import Weights
 from perl.training.pool import PoolLost, _Background, require_sent
+from perl.training.trainer import PerlGRPOTrainer
 from perl.workers.rollouts import Drawn, Version
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import SUMS, make_trainer, reward_tokens
@@ -262,6 +265,14 @@ def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
         train(save_tiny(tmp_path / "gone", scale=4.0), tmp_path / "run", 1, 0,
               callbacks=[Remove(tmp_path / "gone")])  # fmt: skip
     assert lost.value.exit_code == 1  # the run's, not a flag's
+
+
+def test_amid_a_step_the_line_says_that_there_is_no_new_checkpoint(tmp_path):
+    arguments = SimpleNamespace(gradient_accumulation_steps=2, output_dir=str(tmp_path))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=3), _step=7, args=arguments)
+    said = r"^all workers died; step 4 is under way, so no checkpoint is saved: .* auto goes on from the last one"
+    with pytest.raises(PoolLost, match=said), PerlGRPOTrainer.saved_where_workers_are_lost(trainer):
+        raise PoolLost("all workers died")
 
 
 def test_workers_that_are_refused_are_the_users_mistake(tmp_path, model, monkeypatch):
