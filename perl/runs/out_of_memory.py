@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.base.errors import RankError
+from perl.base.errors import RankError, RunError
 from perl.config.checks import UNMERGED
 from perl.config.load import Config
 from perl.config.peft_fields import reads_of
@@ -47,10 +47,15 @@ class Watch:
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: Config | SFTRunConfig) -> Iterator[Watch]:
-    """Turns an accelerator's out-of-memory error inside into a RankError with advice."""
+    """Turns an accelerator's out-of-memory error inside into a RankError with advice; a worker's, of which a RunError
+    tells, gets advice too."""
     watch = Watch()
     try:
         yield watch
+    except RunError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise RunError(f"{error}. {set_first('worker', config)}") from error
     except RuntimeError as error:
         if not device.is_out_of_memory(error):
             raise
@@ -62,11 +67,8 @@ def explain_out_of_memory(config: Config | SFTRunConfig) -> Iterator[Watch]:
 
 def message(phase: str, config: Config | SFTRunConfig, sizes: str = "") -> str:
     """One line: the phase, the three settings that cost least, and ZeRO-3 where weights are whole on every device."""
-    settings = "; ".join(islice(changes(phase, config), 3))
-    text = (
-        f"out of memory {PHASE_NAMES[phase]} on rank {config.training.process_index}{sizes}. Set the first of these"
-        f" that is enough: {settings}"
-    )
+    where = f"{PHASE_NAMES[phase]} on rank {config.training.process_index}{sizes}"
+    text = f"out of memory {where}. {set_first(phase, config)}"
     if config.training.world_size > 1 and not weights_are_sharded():
         text += (
             f". Or split the base's weights over the {config.training.world_size} devices with ZeRO-3:"
@@ -75,16 +77,22 @@ def message(phase: str, config: Config | SFTRunConfig, sizes: str = "") -> str:
     return text
 
 
+def set_first(phase: str, config: Config | SFTRunConfig) -> str:
+    return f"Set the first of these that is enough: {'; '.join(islice(changes(phase, config), 3))}"
+
+
 def changes(phase: str, config: Any) -> Iterator[str]:
     """Settings that need less memory in this phase, the cheapest first: those that keep what is learned and cost
-    time, then those that change what is learned."""
+    time, then those that change what is learned. ("worker": as a worker draws.)"""
     training, rewarded = config.training, isinstance(config, Config)
-    if rewarded and training.use_vllm and not config.rollout.workers:
-        share = training.vllm_share(0, training.device.type)
+    workers = config.rollout.workers if phase == "worker" else 0
+    own_vllm = rewarded and training.use_vllm and bool(workers or not config.rollout.workers)
+    if own_vllm:
+        share = training.vllm_share(workers, training.device.type)
         yield change("slower sampling", {"training.vllm_gpu_memory_utilization": (round(share * 0.7, 2), share)})
     if phase == "setup" and config.model.dtype == "float32":
         yield change("half the weights' memory, rounded", {"model.dtype": ("bfloat16", "float32")})
-    if rewarded and phase in ("rollout", "validation") and config.rollout.engine == "fast":
+    if rewarded and phase in ("rollout", "worker", "validation") and config.rollout.engine == "fast":
         rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
         most = rows * (int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512))
         bound = config.rollout.max_batch_tokens
@@ -100,7 +108,7 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         yield change("same batch, slower", smaller_micro_batches(training))
     if phase == "update" and not training.gradient_checkpointing:
         yield change("same result, a second forward", {"training.gradient_checkpointing": ("true", "false")})
-    draws = rewarded and training.use_vllm and not config.rollout.workers and config.peft.type in UNMERGED
+    draws = own_vllm and config.peft.type in UNMERGED
     if draws and (fewer := fewer_bits(config.rollout.quantization)):
         yield change("rounds the base that draws", {"rollout.quantization": (fewer, config.rollout.quantization)})
     if phase not in ("setup", "validation"):

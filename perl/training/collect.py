@@ -127,9 +127,12 @@ class Collector:
         """
         if self.max_resample_factor is not None:
             return self._without_equal_groups(self._most_groups(self.max_resample_factor), weights)
+        begun = len(self.ahead)
         while len(self.ahead) <= min(self.batches_ahead, left - 1):
             self.begin(self.stream.next, weights)
             self.stream.next += self.batch
+        if self.batches_ahead and len(self.ahead) == begun:
+            self.engine.stream([])  # what nobody has begun is drawn by the newest policy to the run's end
         drawn = self._scored(self.ahead[0])
         self.ahead.popleft()  # once it is whole: a run that ends before goes on with it
         return drawn, {}

@@ -195,4 +195,4 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     ahead += f", importance correction {correction_of(config)}"
     log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)
     logs = Path(trainer.args.output_dir) / "logs"
-    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=job.newest)
+    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=job.newest, all_needed=True)

@@ -27,7 +27,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
-from perl.base.errors import UserError
+from perl.base.errors import RunError, UserError
 from perl.device.sharding import Gather, local, resharded
 from perl.engines.base import Engine, Feed
 from perl.engines.quantised import SCHEMES, Quantisation
@@ -47,7 +47,7 @@ WAIT_S = 5.0
 """So often the main process tells the others that a piece is still under way."""
 
 
-class PoolLost(UserError):
+class PoolLost(RunError):
     """No worker is left, or one has drawn with another policy than it was sent: one line."""
 
 
@@ -108,7 +108,7 @@ class PoolEngine:
         self._calls = 0
         self._open_pool = open_pool
         self._background: _Background | None = None
-        self._refused: PoolLost | None = None
+        self._refused: UserError | None = None
         """Why there are no workers."""
         self._waited, self._since = 0.0, time.perf_counter()
 
@@ -143,6 +143,8 @@ class PoolEngine:
         counts = self.processes.gathered([len(own)])
         first = sum(counts[: self.processes.rank])
         prompts: list[Any] = self.processes.gathered(list(own))
+        if not prompts and not self.newest:
+            return iter(())
         sent = self._send()
         size = self._size
         starts = range(0, len(prompts), size)
@@ -152,7 +154,7 @@ class PoolEngine:
             try:
                 self._workers().submit(sent, pieces)
             except UserError as error:  # which the other processes hear of where they ask for the first piece
-                self._refused = PoolLost(str(error))
+                self._refused = error
         return self._completions(sent.version, pieces, range(first, first + len(own)))
 
     def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Any]]:
@@ -163,7 +165,7 @@ class PoolEngine:
             drawn = self._answer(piece)
             self._waited += time.perf_counter() - began
             if not isinstance(drawn, Drawn):
-                raise PoolLost(str(drawn))
+                raise drawn
             if self.newest and drawn.version.weights in self.sent:  # another one is refused as any that was not asked
                 version = self.sent[drawn.version.weights].version
             require_sent(drawn, version)
@@ -172,10 +174,10 @@ class PoolEngine:
                     yield place - own.start, replace(completion, weights=drawn.version.weights)
             first += len(piece.prompts)
 
-    def _answer(self, piece: Piece) -> Drawn | PoolLost:
-        """What became of a piece, on every process. However long that takes, none of them waits for another one for
-        longer than WAIT_S, as training.ddp_timeout would end it."""
-        answer: list[Drawn | PoolLost | None] = [None]
+    def _answer(self, piece: Piece) -> Drawn | UserError:
+        """What became of a piece, or what ends the run, on every process. However long that takes, none of them waits
+        for another one for longer than WAIT_S, as training.ddp_timeout would end it."""
+        answer: list[Drawn | UserError | None] = [None]
         while answer[0] is None:
             if self.processes.rank == 0:
                 answer = [self._refused or self._workers().take(piece.id, WAIT_S)]

@@ -23,6 +23,7 @@ from perl.adapters.applied import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
+from perl.config.derived import batches_ahead
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.torch_policy import require_possible
@@ -51,6 +52,7 @@ from perl.runs.vision import check_images, check_mixed_rows, language_part
 from perl.training.collect import rollout_sampling
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
+from perl.workers.executors import require_ray
 from perl.workers.local import require_room
 
 if TYPE_CHECKING:
@@ -215,6 +217,16 @@ def check_engine(config: Config) -> None:
         )
     if config.rollout.workers and config.rollout.executor == "processes":
         require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
+    if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:
+        require_ray(config.rollout.ray_address, training=True)  # by the process that will ask it
+    ahead, gathers = batches_ahead(config.rollout), config.training.ds3_gather_for_generation
+    if ahead and strategy == "zero3" and not gathers:
+        flag = f"--config.rollout.{'lag' if config.rollout.lag else 'max_staleness'}"
+        raise UserError(
+            f"{flag} {ahead}: under ZeRO-3 an older policy is put into gathered weights, and"
+            " --config.training.ds3_gather_for_generation false gathers none; set that to true, or write"
+            f" {flag} 0"
+        )
     if not config.training.use_vllm:
         return
     kind, workers = device.detect().kind, config.rollout.workers

@@ -184,14 +184,19 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     @contextlib.contextmanager
     def saved_where_workers_are_lost(self) -> Iterator[None]:
-        """A checkpoint of the last step is there when a PoolLost leaves this context. Every process comes here, as each
-        has it."""
+        """A checkpoint of the last step is there when a PoolLost leaves this context, unless a step is under way: part
+        of its gradient is made, which no checkpoint holds. Every process comes here, as each has it."""
         try:
             yield
         except PoolLost as error:
             made, folder = self.state.global_step, f"checkpoint-{self.state.global_step}"
-            if not made or self._step % self.args.gradient_accumulation_steps:
+            if not made:
                 raise
+            if self._step % self.args.gradient_accumulation_steps:
+                raise PoolLost(
+                    f"{error}; step {made + 1} is under way, so no checkpoint is saved:"
+                    " --config.training.resume_from_checkpoint auto goes on from the last one that there is"
+                ) from None
             if not (Path(self.args.output_dir or ".") / folder).is_dir():
                 self._save_checkpoint(self.model, None)
             raise PoolLost(

@@ -119,7 +119,7 @@ class ActorLink:
     def join(self, timeout: float) -> None:
         self._listener.join(timeout)
 
-    def kill(self) -> None:
+    def kill(self) -> int | None:
         """First by its actor: a worker that hangs does not see that it has gone."""
         if self._placed:
             with contextlib.suppress(RayError):
@@ -218,17 +218,12 @@ def _join(address: str, flags: Flags) -> str:
     """Connect this process; returns what messages call the cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    named = address if address != "auto" else os.environ.get("RAY_ADDRESS", "auto")
-    flag = flags.address if address != "auto" else "RAY_ADDRESS"
+    named, flag = _named(address, flags)
     try:
-        probe_port(named)
         ray.init(address=named, **options)
     except (OSError, ValueError) as error:  # ConnectionError among them
         if named != "auto":
-            raise UserError(
-                f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address, and a cluster"
-                " with a token wants RAY_AUTH_MODE=token in the environment and the same ~/.ray/auth_token here"
-            ) from error
+            raise _no_answer(named, flag, error) from error
         ray.init(address="local", include_dashboard=False, **options)
         logger.info("Ray: no cluster runs on this machine, so one was started for this run")
         return "of this machine"
@@ -239,11 +234,27 @@ def _join(address: str, flags: Flags) -> str:
     return where
 
 
-def probe_port(address: str) -> None:
-    """Raise an OSError when nothing listens at HOST:PORT, as ray.init would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+def _named(address: str, flags: Flags) -> tuple[str, str]:
+    """The cluster's address, or "auto", and where the user wrote it."""
+    return (os.environ.get("RAY_ADDRESS", "auto"), "RAY_ADDRESS") if address == "auto" else (address, flags.address)
+
+
+def require_port(address: str, flags: Flags) -> None:
+    """Raise a UserError when nothing listens at HOST:PORT, as ray.init would try for minutes."""
+    named, flag = _named(address, flags)
+    host, _, port = named.rpartition(":")
+    try:
+        if host and port.isdecimal():
+            socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise _no_answer(named, flag, error) from error
+
+
+def _no_answer(named: str, flag: str, error: Exception) -> UserError:
+    return UserError(
+        f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address, and a cluster"
+        " with a token wants RAY_AUTH_MODE=token in the environment and the same ~/.ray/auth_token here"
+    )
 
 
 def _kind(where: str, flags: Flags) -> Kind:

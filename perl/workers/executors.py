@@ -28,8 +28,8 @@ class Link(Protocol):
         """Wait until the worker has ended."""
         ...
 
-    def kill(self) -> None:
-        """End the worker and all its processes now. A second call does nothing."""
+    def kill(self) -> int | None:
+        """End the worker and all its processes now. A second call does nothing. Gives the process that does not end."""
         ...
 
     def exit_reason(self) -> str:
@@ -71,9 +71,17 @@ def make_executor(
     """
     if name == "local":
         return LocalExecutor(workers, devices_each, taken)
-    if importlib.util.find_spec("ray") is None:
-        flag = "--executor" if taken is None else "--config.rollout.executor"
-        raise UserError(f'{flag} ray: ray is not installed; pip install "ray>=2.50", or leave {flag} out')
+    require_ray(ray_address, training=taken is not None)
     from perl.workers.cluster import RayExecutor
 
     return RayExecutor(workers, devices_each, ray_address, taken)
+
+
+def require_ray(address: str, training: bool) -> None:
+    """Raise a UserError where ray is not installed, or nothing listens at a cluster's address."""
+    if importlib.util.find_spec("ray") is None:
+        flag = "--config.rollout.executor" if training else "--executor"
+        raise UserError(f'{flag} ray: ray is not installed; pip install "ray>=2.50", or leave {flag} out')
+    from perl.workers.cluster import EVALUATION, TRAINING, require_port
+
+    require_port(address, TRAINING if training else EVALUATION)

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import process, resource_tracker
 from typing import Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.workers.worker import Batch, Deliver, Failed, WorkerSpec, run_worker
+from perl.workers.worker import FOR_THE_PARENT, Batch, Deliver, Failed, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
+FROM_OUTSIDE = (None, 0, -signal.SIGKILL)
+"""Exit codes of what was ended, or was let go; None: of what is not over."""
+NO_MORE = object()
+"""Ends the sender, and is never sent."""
 EXIT_S = 1.0
 """A process that has closed its pipe has an exit code by then."""
+
+KILL_S = 30.0
+"""A process that SIGKILL has not ended by then waits in the kernel, for its device or a file system."""
+
+
+@contextlib.contextmanager
+def held_back(*signals: int) -> Iterator[None]:
+    """Processes that are started inside get these when they unblock them (run_worker)."""
+    resource_tracker.ensure_running()  # whose own start unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ProcessLink:
@@ -28,13 +50,15 @@ class ProcessLink:
         context = multiprocessing.get_context("spawn")
         self._connection, far_end = context.Pipe()
         self._process = context.Process(target=run_worker, args=(spec, far_end), name=f"worker-{spec.index}")
-        self._process.start()
+        with held_back(*FOR_THE_PARENT):
+            self._process.start()
         far_end.close()
         self._deliver = deliver
-        self._outbox: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._sender = threading.Thread(target=self._send, daemon=True)
         self._listener.start()
-        threading.Thread(target=self._send, daemon=True).start()
+        self._sender.start()
 
     def send(self, batch: Batch | None) -> None:
         self._outbox.put(batch)
@@ -42,19 +66,18 @@ class ProcessLink:
     def _send(self) -> None:
         """In a thread of its own: a worker that reads nothing lets its sender wait for ever once the pipe is full."""
         try:
-            while (batch := self._outbox.get()) is not None:
+            while (batch := self._outbox.get()) is not NO_MORE:
                 self._connection.send(batch)
-            self._connection.send(None)
         except OSError:
             logger.debug("%s is gone", self._process.name)
 
     def join(self, timeout: float) -> None:
         self._process.join(timeout)
 
-    def kill(self) -> None:
+    def kill(self) -> int | None:
         """End the worker's whole process group: the engine may have processes of its own."""
         if self._connection.closed:
-            return
+            return None
         assert self._process.pid is not None
         for end in (os.killpg, os.kill):
             try:
@@ -62,10 +85,17 @@ class ProcessLink:
                 break
             except ProcessLookupError:  # no group of its own yet, or gone already
                 continue
-        self._outbox.put(None)  # ends the sender, if it waits
-        self._listener.join(2 * EXIT_S)
-        self._process.join()
-        self._connection.close()
+        self._outbox.put(NO_MORE)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)  # ends the waits of both threads
+        self._listener.join()
+        self._sender.join()
+        self._process.join(KILL_S)
+        self._connection.close()  # not before: the next pipe may have the same descriptor
+        if self._process.exitcode is not None:
+            return None
+        vars(process)["_children"].discard(self._process)  # this interpreter would wait for it at its end
+        return self._process.pid
 
     def exit_reason(self) -> str:
         code = self._process.exitcode
@@ -77,6 +107,8 @@ class ProcessLink:
                 self._deliver(self._connection.recv())
         except (EOFError, OSError):
             self._process.join(EXIT_S)  # a process closes its pipes before it has an exit code
+            if self._process.exitcode not in FROM_OUTSIDE:
+                self._deliver(Failed(self.exit_reason()))
         except Exception as error:  # noqa: BLE001  # whatever it is, what comes next is of no use
             self._deliver(Failed(f"what it sent cannot be read: {' '.join(str(error).split())}"))
         self._deliver(None)

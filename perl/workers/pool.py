@@ -8,7 +8,7 @@
 The queue grows with each `submit`; a worker replaces the weights in its engine when it comes to the first request that
 needs others. (With `newest` the weights of the last `submit` complete whatever is handed out.) The requests of a worker
 that dies are tried again (perl.workers.retries), and it is started again. One that keeps dying without finishing
-anything is given up.
+anything is given up. Where all requests are needed, an error that comes back ends the work.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ healthy worker may die several times in a row."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long workers get to end by themselves once the work is done."""
 PREFETCH = 1.25
-"""A worker holds this many times what its engine works on at once, so that the engine never waits for the parent. (With
-`newest` once, as what it has not begun would be drawn by an older policy.)"""
+"""A worker holds this many times what its engine works on at once, rounded down, so that the engine never waits for the
+parent. (With `newest` once, as what it has not begun would be drawn by an older policy.)"""
 
 
 class WorkerError(RuntimeError):
@@ -91,17 +91,27 @@ class Worker:
     deaths_without_progress: int = 0
     """Since it last finished a request."""
     failure: Failed | None = None
+    stuck: bool = False
+    """Its process does not end, and has its device."""
     heard: float = 0.0
     """time.monotonic() of its start, of its last event, or of the first request that it got since."""
 
     def kill(self) -> str:
         """End it. Returns why it ended, as far as is known, and where to read more."""
         assert self.link is not None
-        self.link.kill()
+        process = self.link.kill()
         reason = self.failure.message if self.failure is not None else self.link.exit_reason()
         self.link, self.max_num_seqs, self.failure, self.retrying, self.given = None, None, None, False, None
         self.held.clear()
+        if process is not None:
+            self.stuck = True
+            reason += f"; SIGKILL does not end its process {process}, which has its device"
         return f"{reason} (log: {self.log})"
+
+
+def alike(message: str) -> list[str]:
+    """What two messages of one error have in common: amounts and addresses differ."""
+    return [word for word in message.split() if not any(letter.isdigit() for letter in word)]
 
 
 class WorkerPool:
@@ -115,6 +125,7 @@ class WorkerPool:
         engine_works: bool = False,
         deadline_s: float = math.inf,
         newest: bool = False,
+        all_needed: bool = False,
     ):
         """Args:
         job: what each worker does.
@@ -122,6 +133,7 @@ class WorkerPool:
         deadline_s: one that has work, or starts, and says nothing for so long counts as dead.
         newest: a request that is handed out is completed by the weights of the last `submit`, not those of its own.
         engine_works: it has completed such requests before, so that one that fails now is at fault itself.
+        all_needed: the work is lost with a single request, so what ends a worker from outside is no fault of one.
         """
         self.unfinished: dict[RequestId, Request] = {}
         """Pending, held by a worker, or in the retries; in the order in which they were submitted."""
@@ -130,7 +142,11 @@ class WorkerPool:
         self.restarts = 0
         self.workers = [Worker(index, (logs / f"worker-{index}.log").resolve()) for index in range(executor.workers)]
         self._executor, self._job, self._deadline_s = executor, job, deadline_s
-        self._engine_works = engine_works
+        self._engine_works, self._all_needed = engine_works, all_needed
+        self._reason = ""
+        """Of the last death."""
+        self._raised: list[str] | None = None
+        """By a worker at its work, `alike`, since something was completed."""
         self._pending: deque[Request] = deque()
         """No worker has had them."""
         self._newest, self._latest = newest, None
@@ -155,7 +171,8 @@ class WorkerPool:
             for link in links:
                 link.join(max(0.0, deadline - time.monotonic()))
         for link in links:
-            link.kill()
+            if (process := link.kill()) is not None:
+                logger.warning("SIGKILL does not end a worker's process %d", process)
         self._executor.close()
 
     def submit(self, weights: Any, requests: Sequence[Any], payload: Any = None) -> None:
@@ -183,7 +200,8 @@ class WorkerPool:
 
         Raises:
             WorkerError: an engine failed to start, all workers died more often than they are restarted, or all requests
-                failed and none was ever completed. What finished before comes first.
+                failed and none was ever completed; where all are needed, an error has come back before anything was
+                completed. What finished before comes first.
         """
         if self._error is not None:
             raise self._error
@@ -198,7 +216,7 @@ class WorkerPool:
                 if not self._engine_works:
                     raise WorkerError(
                         f"each of the {len(self.unfinished)} {self._job.unit} killed its worker and none was completed,"
-                        f" so the engine itself may be at fault; nothing is recorded (log: {self.workers[0].log})"
+                        f" so the engine itself may be at fault; nothing is recorded; the last one: {self._reason}"
                     )
                 finished += self._failed()
         except WorkerError as error:
@@ -210,7 +228,7 @@ class WorkerPool:
     def _on_event(self, worker: Worker, event: WorkerEvent | None) -> list[Finished]:
         """What finishes with the event; None: the worker is gone."""
         if isinstance(event, Result):
-            self._engine_works = True
+            self._engine_works, self._raised = True, None
             worker.held.pop(event.id, None)
             worker.max_num_seqs, worker.deaths_without_progress = event.max_num_seqs, 0
             if self._finish(event.id):
@@ -219,14 +237,17 @@ class WorkerPool:
             worker.max_num_seqs, worker.failed_starts = event.max_num_seqs, 0
             self.first_ready = self.first_ready or time.monotonic()
         elif isinstance(event, Failed):
-            worker.failure = event
+            worker.failure = worker.failure or event
         elif isinstance(event, Working):
             pass  # `heard` is all of it
         elif isinstance(event, Restart):
             logger.warning("worker %d starts a new engine: %s", worker.index, event.reason)
             self._pending.extendleft(reversed(list(worker.held.values())))
-            worker.kill()
-            self._start(worker, event.weights)
+            reason = worker.kill()
+            if worker.stuck:
+                self._give_up(worker, reason)
+            else:
+                self._start(worker, event.weights)
         else:
             self._on_exit(worker)
         return []
@@ -237,7 +258,7 @@ class WorkerPool:
             at_work = worker.link is not None and (worker.held or worker.max_num_seqs is None)
             if at_work and time.monotonic() - worker.heard > self._deadline_s:
                 worker.failure = Failed(f"it said nothing for {self._deadline_s:g} s")
-                self._on_exit(worker)
+                self._on_exit(worker, silent=True)
 
     def _finish(self, request_id: RequestId) -> bool:
         """Whether it was unfinished until now."""
@@ -301,7 +322,7 @@ class WorkerPool:
                         self._drop_payload(weights)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
-                most = math.ceil(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
+                most = int(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
                 goal = min(most, math.ceil(len(self.unfinished) / living))
                 requests = self._take(goal - len(worker.held))
             assert worker.link is not None
@@ -319,19 +340,30 @@ class WorkerPool:
             taken += self._retries.without_failed([self._pending.popleft()])
         return taken
 
-    def _on_exit(self, worker: Worker) -> None:
+    def _on_exit(self, worker: Worker, silent: bool = False) -> None:
         """Clear up after a dead worker, have its requests tried again, and start it again, if that makes sense."""
         index, held, was_ready = worker.index, list(worker.held.values()), worker.max_num_seqs is not None
         # Its weights may have been done, and removed, while it still loaded them.
         wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
-        reason = worker.kill()
+        raised = alike(worker.failure.message) if held and worker.failure is not None and not silent else None
+        innocent = self._all_needed and worker.failure is None
+        reason = self._reason = worker.kill()
         if broken:  # once it ran, its device is at fault
             raise WorkerError(f"the engine of worker {index} did not start: {reason}")
-        self._retries.bisect(index, held)
+        if self._all_needed and raised is not None:
+            if raised == self._raised:
+                raise WorkerError(f"an error came back before anything else was completed: {reason}")
+            self._raised = raised
+        self._retries.bisect(index, held, reason, innocent)
         worker.deaths_without_progress += 1
         worker.failed_starts += not was_ready
-        if worker.failed_starts <= MAX_FAILED_STARTS and worker.deaths_without_progress <= MAX_DEATHS_WITHOUT_PROGRESS:
+        given_up = (
+            worker.stuck
+            or worker.failed_starts > MAX_FAILED_STARTS
+            or worker.deaths_without_progress > MAX_DEATHS_WITHOUT_PROGRESS
+        )
+        if not given_up:
             self.restarts += 1
             logger.warning(
                 "worker %d died: %s; its %d %s go back, it starts again", index, reason, len(held), self._job.unit
@@ -340,8 +372,13 @@ class WorkerPool:
                 self._start(worker, self._weights[next(iter(self.unfinished))])
             else:  # the next request starts it, with what that needs
                 worker.to_start = True
-        elif any(other.link is not None for other in self.workers):
-            logger.warning("worker %d died again: %s; the others go on without it", index, reason)
+        else:
+            self._give_up(worker, reason)
+
+    def _give_up(self, worker: Worker, reason: str) -> None:
+        """It is not started again. A WorkerError where it was the last."""
+        if any(other.link is not None for other in self.workers):
+            logger.warning("worker %d is given up: %s; the others go on without it", worker.index, reason)
         else:
             left = len(self.unfinished)
             raise WorkerError(f"all workers died, the last one: {reason}; {left} {self._job.unit} are left")

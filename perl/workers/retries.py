@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from perl.workers.worker import Request, RequestId
 
-TWICE_ALONE = "the row killed its worker twice, alone"
+TWICE_ALONE = "it killed its worker twice, alone"
 SIBLINGS = "two other completions of this prompt killed their workers; not tried"
 
 
@@ -29,15 +29,17 @@ class Retries:
         self._failures: Counter[RequestId] = Counter()
         """Requests that have failed, by prompt."""
 
-    def bisect(self, worker: int, requests: Sequence[Request]) -> None:
-        """`worker` died holding `requests`."""
+    def bisect(self, worker: int, requests: Sequence[Request], reason: str, innocent: bool = False) -> None:
+        """`worker` died for this reason, holding `requests`, which are `innocent` where that came from outside."""
         if len(requests) > 1:
             self._groups.extend(halves(requests))
+        elif requests and innocent:
+            self._groups.append(list(requests))
         elif requests and requests[0].id not in self._killed:
             self._killed[requests[0].id] = worker
             self._groups.append(list(requests))
         elif requests:
-            self.failed[requests[0].id] = TWICE_ALONE
+            self.failed[requests[0].id] = f"{TWICE_ALONE}; the last time: {reason}"
             self._failures[requests[0].prompt_id] += 1
 
     def take(self, worker: int, only: bool) -> list[Request]:

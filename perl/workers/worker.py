@@ -5,6 +5,7 @@ torch and vLLM are imported after the worker's environment is set, so that they 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -45,6 +46,8 @@ class WeightsSpec:
 
 WORKING_S = 1.0
 """So often a worker tells at most that it is at work."""
+FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a terminal or a scheduler sends to all processes. The parent ends its workers, by their pipes."""
 Complete = Callable[[Iterable[Any]], Iterator[tuple[int, Completion]]]
 RequestId = tuple[str | int, ...]
 """The prompt, and last which of its completions."""
@@ -173,7 +176,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker ends for this error."""
+    """The worker ends for this error, or has ended by itself: nothing from outside has ended it."""
 
     message: str
 
@@ -187,11 +190,18 @@ Deliver = Callable[[WorkerEvent | None], None]
 def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     """Body of the worker's process."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    for number in FOR_THE_PARENT:  # a handler, as what a worker starts would inherit that they are ignored
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_PARENT)
     os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of this process, not of its children
     os.environ.update(spec.environment)
-    _log_to(spec.log)
     inbox = Inbox(connection)
+    try:
+        _log_to(spec.log)
+    except OSError as error:
+        inbox.send(Failed(f"{error.filename or spec.log}: {error.strerror}"))
+        sys.exit(1)
     try:
         require_device(spec.device, device.detect().kind)
         if spec.cores is not None:
@@ -199,10 +209,16 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         for event in spec.job.serve(spec.weights, inbox):
             inbox.send(event)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
-        sys.stderr.write(hide(traceback.format_exc()))
-        text = str(error).strip() or type(error).__name__
-        inbox.send(Failed(text.splitlines()[0]))
+        inbox.send(Failed(hide(said_by(error))))
+        with contextlib.suppress(OSError):  # of a disk that is full
+            sys.stderr.write(hide(traceback.format_exc()))
         sys.exit(1)
+
+
+def said_by(error: Exception) -> str:
+    """One line; a UserError says all by itself."""
+    said, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    return said if isinstance(error, UserError) else f"{kind}: {said}" if said else kind
 
 
 def require_device(wanted: Kind, detected: Kind) -> None:

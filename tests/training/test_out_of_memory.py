@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from perl import device
-from perl.base.errors import RankError
+from perl.base.errors import RankError, RunError
 from perl.config.load import parse
 from perl.runs.out_of_memory import changes, explain_out_of_memory, fewer_bits, message
 
@@ -121,6 +121,21 @@ def test_the_line_says_how_much_was_asked_for_and_how_much_is_free(monkeypatch):
         raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total")
     with pytest.raises(RankError, match=r"before the first step on rank 0\. Set"), explain_out_of_memory(config()):
         raise torch.OutOfMemoryError("NPU out of memory")
+
+
+def test_a_workers_error_gets_advice_for_what_workers_hold():
+    lost = "rollout: an error came back: torch.OutOfMemoryError: CUDA out of memory; checkpoint-2 is saved"
+    with pytest.raises(RunError) as caught, explain_out_of_memory(config(**BATCH, rollout__workers=1)):
+        raise RunError(lost)
+    advice = "Set the first of these that is enough: --config.rollout.max_batch_tokens 24576"
+    assert str(caught.value).startswith(f"{lost}. {advice}")
+    vllm = {"rollout__engine": "vllm", "rollout__workers": 1}
+    assert flags("worker", **BATCH, **vllm)[:2] == [
+        "--config.training.vllm_gpu_memory_utilization 0.21",
+        "--config.rollout.quantization int8",
+    ]
+    with pytest.raises(RunError, match="all is lost"), explain_out_of_memory(config()):
+        raise RunError("all is lost")
 
 
 def test_errors_of_old_and_new_libraries_are_recognised():

@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
 from perl.records import Weights
-from perl.training.pool import PoolLost, require_sent
+from perl.training.pool import PoolLost, _Background, require_sent
+from perl.training.trainer import PerlGRPOTrainer
 from perl.workers.rollouts import Drawn, Version
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import SUMS, make_trainer, reward_tokens
@@ -131,6 +134,22 @@ def test_what_nobody_has_begun_is_drawn_by_the_newest_policy_and_none_is_older_t
     assert {row[2] for row in again[0]} == {3}
 
 
+def test_the_newest_policy_is_sent_though_nothing_is_left_to_begin(model, tmp_path, monkeypatch):
+    """The last batches were drawn by the policy that the last one of them was begun with."""
+    submit, seen = _Background.submit, []
+
+    def seen_submit(background, sent, pieces):
+        seen.append((sent.version.weights.version, bool(pieces)))
+        submit(background, sent, pieces)
+
+    monkeypatch.setattr(_Background, "submit", seen_submit)
+    train(model, tmp_path / "run", 1, 0, rollout=NEWEST, max_steps=4)
+    assert seen == [(0, True), (0, True), (0, True), (1, True), (2, False), (3, False)]
+    seen.clear()
+    train(model, tmp_path / "lagging", 1, 2, max_steps=4)
+    assert seen == [(0, True), (0, True), (0, True), (1, True)]
+
+
 class Validated(TrainerCallback):
     """After each step what a validation does to the engine: the clean policy is published, to score it."""
 
@@ -241,9 +260,29 @@ def test_the_last_worker_ends_the_run_with_a_checkpoint_from_which_it_goes_on(mo
 
 
 def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
-    with pytest.raises(PoolLost, match=r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"):
+    why = r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"
+    with pytest.raises(PoolLost, match=why) as lost:
         train(save_tiny(tmp_path / "gone", scale=4.0), tmp_path / "run", 1, 0,
               callbacks=[Remove(tmp_path / "gone")])  # fmt: skip
+    assert lost.value.exit_code == 1  # the run's, not a flag's
+
+
+def test_amid_a_step_the_line_says_that_there_is_no_new_checkpoint(tmp_path):
+    arguments = SimpleNamespace(gradient_accumulation_steps=2, output_dir=str(tmp_path))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=3), _step=7, args=arguments)
+    said = r"^all workers died; step 4 is under way, so no checkpoint is saved: .* auto goes on from the last one"
+    with pytest.raises(PoolLost, match=said), PerlGRPOTrainer.saved_where_workers_are_lost(trainer):
+        raise PoolLost("all workers died")
+
+
+def test_workers_that_are_refused_are_the_users_mistake(tmp_path, model, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise UserError("--config.rollout.executor ray: as Ray's flags are refused")
+
+    monkeypatch.setattr("perl.training.engines.make_executor", refuse)
+    with pytest.raises(UserError, match="executor ray: as Ray's flags are refused") as refused:
+        train(model, tmp_path / "run", 1, 0)
+    assert refused.value.exit_code == 2
 
 
 class Remove(TrainerCallback):

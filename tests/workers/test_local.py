@@ -1,15 +1,19 @@
 """A worker that is a process of this machine."""
 
+import multiprocessing
 import os
 import queue
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
 
 from benchmarks._nodes import alive
 from perl.records import Completion
+from perl.workers import local
 from perl.workers.local import ProcessLink
 from perl.workers.worker import Batch, Failed, Ready, Result, WorkerSpec
 
@@ -65,6 +69,22 @@ class Forking:
             os._exit(0)
         yield Result((child,), Completion.failed("none"), 1)
         inbox.next_weights(wait=True)
+
+
+class Starting:
+    """A job that has a program ended by SIGTERM, whose exit code it answers with."""
+
+    unit = "rows"
+
+    def paths(self, weights):
+        return []
+
+    def serve(self, weights, inbox):
+        yield Ready(1, 0.0)
+        while inbox.next_weights(wait=True) is not None:
+            inbox.take()
+            code = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode
+            yield Result((code,), Completion.failed("none"), 1)
 
 
 def started(job, tmp_path: Path) -> tuple[ProcessLink, queue.SimpleQueue]:
@@ -124,3 +144,50 @@ def test_a_worker_that_reads_nothing_holds_nobody_up(tmp_path: Path):
     link.kill()
     assert not link._process.is_alive()
     assert events[1:] == [None]
+
+
+def test_the_end_of_a_worker_sends_nothing_and_leaves_no_thread(tmp_path: Path):
+    """What was still sent came to the next worker, whose pipe may have the same descriptor."""
+    before, sent = set(threading.enumerate()), []
+    link, events = started(Reader(), tmp_path)
+    assert isinstance(events.get(timeout=120), Ready)
+    link._connection.send = sent.append
+    link.kill()
+    assert set(threading.enumerate()) == before
+    assert sent == []
+
+
+def test_signals_to_all_processes_leave_a_worker_at_work_from_its_first_moment_on(tmp_path: Path):
+    """Ctrl-C printed a traceback of one that still started, and SIGTERM, as Slurm sends it, ended all."""
+    link, events = started(Starting(), tmp_path)
+    try:
+        for moment in range(2):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(link._process.pid, number)
+            if moment == 0:
+                assert isinstance(events.get(timeout=120), Ready)
+        link.send(Batch(0, [0]))
+        assert events.get(timeout=60).id == (-signal.SIGTERM,)
+        link.send(None)
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+    assert link.exit_reason() == "exit code 0"
+
+
+def test_a_process_that_does_not_end_holds_nobody_up(tmp_path: Path, monkeypatch):
+    """As one that waits in the kernel: SIGKILL does nothing."""
+    link, events = started(Reader(), tmp_path)
+    assert isinstance(events.get(timeout=120), Ready)
+    process = link._process
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "KILL_S", 0.5)
+        for name in ("kill", "killpg"):
+            patched.setattr(os, name, lambda *_: None)
+        assert link.kill() == process.pid
+        assert link.kill() is None
+        assert process not in multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()

@@ -6,13 +6,15 @@ import time
 import pytest
 
 from perl.records import Completion, Prompt, Weights
-from perl.workers.pool import WorkerPool
+from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.rollouts import Piece, PieceFeed, Version
 from perl.workers.worker import Ready, Working
 
 
 class Link:
-    """Of a worker that holds what it is given."""
+    """Of a worker that holds what it is given. `process`: that does not end."""
+
+    process = None
 
     def __init__(self, deliver):
         self.deliver, self.batches = deliver, []
@@ -20,7 +22,8 @@ class Link:
     def send(self, batch):
         self.batches.append(batch)
 
-    def kill(self): ...
+    def kill(self):
+        return self.process
 
     def join(self, timeout): ...
 
@@ -75,8 +78,8 @@ def test_what_nobody_has_begun_takes_the_weights_that_are_submitted_last(tmp_pat
         (link,) = executor.links
         link.deliver(Ready(1, 0.0))
         pool.poll(0.0)
-        pool.poll(0.0)  # hands out what it works on, and but for `newest` one in advance
-        given = [(0, 0)] if newest else [(0, 0), (0, 1)]
+        pool.poll(0.0)  # hands out what it works on, and no second piece, which another worker could begin
+        given = [(0, 0)]
         assert [(b.weights.weights.version, [p.id for p in b.requests], b.payload) for b in link.batches] == [
             (0, given, b"zero")
         ]
@@ -114,6 +117,34 @@ def test_a_worker_that_says_that_it_is_at_work_is_waited_for(tmp_path, monkeypat
         pool.poll(0.0)
         assert len(executor.links) == 2  # it was started again
         pool.unfinished.clear()
+
+
+def test_new_weights_need_no_new_pieces(tmp_path):
+    executor = Links()
+    with WorkerPool(executor, Job(), tmp_path, newest=True) as pool:
+        pool.submit(version(0), pieces(0), b"zero")
+        pool.poll(0.0)
+        pool.submit(version(1), [], b"one")
+        executor.links[0].deliver(Ready(1, 0.0))
+        pool.poll(0.0)
+        pool.poll(0.0)
+        (batch,) = executor.links[0].batches
+        assert (batch.weights, batch.payload) == (version(1), b"one")
+        assert set(pool._payloads) == {version(1)}
+        pool.unfinished.clear()
+
+
+def test_a_worker_whose_process_does_not_end_is_not_started_again(tmp_path):
+    executor = Links()
+    with WorkerPool(executor, Job(), tmp_path) as pool:
+        pool.submit(version(0), pieces(0), b"zero")
+        pool.poll(0.0)
+        (link,) = executor.links
+        link.process = 4242
+        link.deliver(None)
+        with pytest.raises(WorkerError, match="the last one: killed; SIGKILL does not end its process 4242"):
+            pool.poll(0.0)
+        assert executor.links == [link]
 
 
 class Inbox:
