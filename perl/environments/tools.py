@@ -25,6 +25,7 @@ from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
 from perl.environments.calls import Call
+from perl.grading.threads import bound_in_threads
 from perl.records import Message
 from perl.rewards.files import RAISED, ROW, import_named, is_file
 
@@ -118,6 +119,8 @@ class EnvironmentSource:
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
     """What the group `environment` names. A UserError for what can't be used so."""
+    if any(map(is_file, (*config.tools, config.factory or ""))):
+        bound_in_threads()
     functions: dict[str, Function] = {}
     resources = []
     for name in config.tools:
