@@ -226,6 +226,12 @@ def _mark() -> Path:
     return Path(tempfile.gettempdir(), f"perl_audit_{os.getpid()}")
 
 
+def _escaped(code: str) -> str:
+    """What sympy runs, written so that no word of it is to be seen."""
+    escapes = "".join(f"\\x{ord(letter):02x}" for letter in code)
+    return f'[S(pi) for pi in ["{escapes}"]]'
+
+
 RIGHT = "right"
 OTHER = "another row's answer"
 PROBES: dict[str, Probe] = {
@@ -277,6 +283,9 @@ PROBES: dict[str, Probe] = {
         "less", lambda row, answer: "<think>\n</think>\n<answer>\n</answer>\n" * 50 + row.state(row.others[0])
     ),
     "code": Probe("less", lambda row, answer: row.state(f"open({str(_mark())!r}, 'w')"), of_any_row=True),
+    "code in escapes": Probe(
+        "less", lambda row, answer: row.state(_escaped(f"open({str(_mark())!r}, 'w')")), of_any_row=True
+    ),
     "5,000 digits": _stated("9" * 5000),
     "200,000 letters": _same("a" * 200_000),
     "100,000 words": _same("and so on " * 33_333),
