@@ -290,7 +290,7 @@ def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What TRL's reset gets of a row: its columns, and those of verl's extra_info."""
     facts = json.loads(row[ROW]) if ROW in row else {}
     further = {name: facts[name] for name in ("data_source", "ground_truth") if name in facts}
-    return {**(facts.get("extra_info") or {}), **further, **row}
+    return {**(facts.get("extra_info") or {}), **further, **facts.get("columns", {}), **row}
 
 
 def _made(factory: Function, name: str) -> Any:

@@ -4,17 +4,22 @@ import os
 import re
 from types import SimpleNamespace
 
+import pandas
 import pytest
 
 from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.config.schema import EnvironmentConfig
+from perl.config.schema import DatasetConfig, EnvironmentConfig
 from perl.environments import python_tool
-from perl.environments.tools import ToolUse, load_environment
+from perl.environments.scored import row_of_sample
+from perl.environments.tools import ToolUse, columns_of, load_environment
 from perl.grading import Grader
 from perl.rewards.files import ROW
 from perl.rewards.functions import build_rewards, reward_context
+from perl.runs.setup import PROBLEM, build_dataset
+from perl.tasks import load_problems
 from perl.training.preflight import check_metric, check_run, open_conversations
+from tests.tiny import tiny_tokenizer
 
 GOOD = '''
 def add(a: int, b: int) -> int:
@@ -124,6 +129,30 @@ def test_functions_and_a_class_of_trls(file):
     source.check_rows([row])
     with pytest.raises(UserError, match=r"nothing is given to reset as answer for a.jsonl:1; it gets data_source, .*"):
         source.check_rows([row | {ROW: '{"where": "a.jsonl:1", "data_source": "d"}'}])
+
+
+def test_reset_gets_all_columns_of_a_row(tmp_path, caplog):
+    """TRL: "all dataset columns". The evaluator's rows are those of a training."""
+    (tmp_path / "env.py").write_text(GOOD)
+    row = {"prompt": [{"role": "user", "content": "Play."}], "word": "crane", "level": 3, "answer": "crane", "task": 1}
+    pandas.DataFrame([row | {"raw": b"x", "tries": [2, 4]}]).to_parquet(tmp_path / "rows.parquet")
+    source = load_environment(EnvironmentConfig(factory=f"{tmp_path}/env.py:Game"))
+    data = DatasetConfig(dataset_name_or_path=str(tmp_path / "rows.parquet"))
+    dataset = build_dataset(data, tiny_tokenizer(), graded=False, columns=True).remove_columns(PROBLEM)
+    (problem,) = load_problems(str(tmp_path / "rows.parquet"), graded=False, columns=True)
+    sample = SimpleNamespace(problem=problem, messages=problem.messages)
+    seen = {"word": "crane", "level": 3, "answer": "crane", "tries": [2, 4], "gold": "crane", "task": problem.task}
+    for given in (dataset[0], row_of_sample(sample)):
+        columns = columns_of(given)
+        assert {name: columns[name] for name in seen} == seen
+        assert source.make().reset(given)[-1]["content"] == "Play.Begin."
+    told = [line for line in caplog.messages if "is not given" in line]
+    assert [line.partition(": ")[2] for line in told[:2]] == [
+        "column task is not given to the environment's reset: a column of that name is perl's own; give it another"
+        " name",
+        "column raw is not given to the environment's reset: bytes is no JSON; store a text or a number",
+    ]
+    assert load_problems(str(tmp_path / "rows.parquet"), graded=False)[0].columns == {}
 
 
 def test_no_more_calls_at_once_than_the_sandbox_runs(monkeypatch):
