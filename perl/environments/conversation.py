@@ -370,7 +370,10 @@ class _Talk:
     def _late(self, row: Trajectory) -> None:
         seconds = self.jobs.seconds
         answer = getattr(row.environment, "timed_out", None) if row.completion else None
-        if answer is None or (shown := answer(row.completion[-1], seconds)) is None:
+        shown = answer(row.completion[-1], seconds) if answer else None
+        if isinstance(row.environment, ToolUse):
+            row.environment.waiting.cancel()  # behind timed_out: its thread makes no further calls
+        if shown is None:
             self._fail(row, f"no answer within {seconds:g} s (environment.tool_timeout_s)")
         else:
             self._observed(row, shown)

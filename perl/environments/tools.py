@@ -9,7 +9,6 @@ One of TRL's classes is constructed as often as conversations go on at once, and
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -25,6 +24,7 @@ from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
 from perl.environments.calls import Call
+from perl.environments.waiting import Waiting
 from perl.grading.threads import bound_in_threads
 from perl.records import Message
 from perl.rewards.files import RAISED, ROW, import_named, is_file
@@ -190,6 +190,7 @@ class ToolUse:
         self._left: list[Message] = []
         """Turns that took too long: their threads make no further calls."""
         self._lock = threading.Lock()
+        self.waiting = Waiting()
 
     @property
     def outcomes(self) -> list[bool]:
@@ -204,7 +205,7 @@ class ToolUse:
         parameters = inspect.signature(self.instance.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {name: value for name, value in columns_of(row).items() if takes_all or name in parameters}
-        observation = _awaited(self.instance.reset(**columns))
+        observation = self.waiting.result(self.instance.reset(**columns))
         if observation is None:
             return prompt
         if not isinstance(observation, str):
@@ -242,7 +243,7 @@ class ToolUse:
         return [result for result, _ in made] or None
 
     def get_reward(self) -> float | None:
-        return _awaited(self.instance.get_reward())
+        return self.waiting.result(self.instance.get_reward())
 
     def _result(self, call: Call) -> tuple[Message, bool]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -251,7 +252,7 @@ class ToolUse:
                 raise ValueError(call["error"])
             if name not in self.tools:
                 raise ValueError(f"Tool {name} not found.")
-            return _message(call, _awaited(self.tools[name](**arguments))), False
+            return _message(call, self.waiting.result(self.tools[name](**arguments))), False
         except RAISED as error:
             return _message(call, {"error": str(error)}), True
 
@@ -270,13 +271,6 @@ def _is_in(messages: Sequence[Message], message: Message) -> bool:
 
 def _message(call: Call, result: Any) -> Message:
     return {"role": "tool", "name": call["function"]["name"], "content": str(result)}
-
-
-def _awaited(result: Any) -> Any:
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def methods_of(instance: Any) -> dict[str, Function]:

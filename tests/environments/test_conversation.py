@@ -646,6 +646,93 @@ def test_a_tool_that_raises_what_no_exception_is_ends_its_conversation_at_once()
     assert str(row.failure).startswith("CancelledError: of another task (test_conversation.py:")
 
 
+def asked(name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"word": "a"}}}}\n</tool_call>'
+
+
+def test_asynchronous_tools_share_a_loop():
+    """A queue that one call has made, and its task, serve the next; a semaphore of the module those of all rows."""
+    one = asyncio.Semaphore(1)
+    loops, most, now = [], [], [0]
+
+    async def search(word: str) -> str:
+        """Search.
+
+        Args:
+            word: For it.
+        """
+        loops.append(asyncio.get_running_loop())
+        async with one:
+            now[0] += 1
+            most.append(now[0])
+            await asyncio.sleep(0.02)
+            now[0] -= 1
+        return f"found {word}"
+
+    rows = talk(saying(asked("search"), asked("search"), "so"), search, count=4)
+    assert [content for row in rows for role, content in shown(row) if role == "tool"] == ["found a"] * 8
+    assert (len(loops), len(set(loops)), set(most)) == (8, 1, {1})
+
+
+def test_an_asynchronous_tool_that_is_late_is_cancelled():
+    ended, loops = [], []
+
+    async def late(word: str) -> str:
+        """Late.
+
+        Args:
+            word: For it.
+        """
+        loops.append(asyncio.get_running_loop())
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(word)
+            raise
+        return "late"
+
+    error = str({"error": "no answer within 0.3 s"})
+    for _ in range(2):
+        (row,) = talk(saying(asked("late"), "so"), late, tool_timeout_s=0.3)
+        assert shown(row)[1:] == [("tool", error), ("assistant", "so")]
+    assert (ended, len(set(loops))) == (["a", "a"], 1)
+
+
+def test_an_asynchronous_tool_that_does_not_await_holds_itself_alone():
+    never = threading.Event()
+
+    async def held(word: str) -> str:
+        """Held.
+
+        Args:
+            word: For it.
+        """
+        never.wait(60)
+        return "late"
+
+    async def search(word: str) -> str:
+        """Search.
+
+        Args:
+            word: For it.
+        """
+        return "found"
+
+    async def leave(word: str) -> str:
+        """Leave.
+
+        Args:
+            word: For it.
+        """
+        raise SystemExit(3)
+
+    turns = [asked(name) for name in ("held", "search", "leave", "search")]
+    (row,) = talk(saying(*turns, "so"), held, search, leave, tool_timeout_s=0.3, max_turns=8)
+    late, three = str({"error": "no answer within 0.3 s"}), str({"error": "3"})
+    assert [content for role, content in shown(row) if role == "tool"] == [late, "found", three, "found"]
+    never.set()
+
+
 def test_the_environments_that_are_free_are_those_that_were_here():
     """Rows that a worker has talked have none."""
     conversations = talking(TOKENIZER, add)
