@@ -67,14 +67,15 @@ PARSERS: dict[str, Parser] = {"hermes": hermes_calls, "llama3_json": llama3_call
 
 
 def read_calls(text: str, parser: Parser, thinking: bool = False) -> tuple[str, list[Call]]:
-    """As `parser`, of what stands behind the reasoning: what a model thinks of calling is no call.
+    """As `parser`, of what stands behind the reasoning that a turn begins with: what a model thinks of calling is no
+    call. Further on the marks are words, of an argument's code perhaps.
 
     Args:
         thinking: the prompt ends with <think>.
     """
-    thought, closed, said = text.rpartition("</think>")
-    if not closed and (thinking or "<think>" in text):
-        return text, []
+    thought, closed, said = "", "", text
+    if thinking or text.lstrip().startswith("<think>"):
+        thought, closed, said = text.partition("</think>")
     rest, calls = parser(said)
     return thought + closed + rest, calls
 

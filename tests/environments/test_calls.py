@@ -38,6 +38,13 @@ def calls(name: str, text: str):
         ),
         ('<think>so <tool_call>{"name": "f"}</tool_call>', [], '<think>so <tool_call>{"name": "f"}</tool_call>'),
         ('so</think><tool_call>{"name": "f"}</tool_call>', [("f", {})], "so</think>"),
+        ('<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>', [("f", {"x": "</think>"})], ""),
+        ('a <tool_call>{"name": "f", "arguments": {"x": "<think>"}}</tool_call>', [("f", {"x": "<think>"})], "a"),
+        (
+            '<think>so</think><tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>',
+            [("f", {"x": "</think>"})],
+            "<think>so</think>",
+        ),
     ],
 )
 def test_hermes(text, made, rest):
