@@ -33,7 +33,7 @@ from perl.environments.template import ChatTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.models.images import has_images
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
-from perl.rewards.files import RAISED
+from perl.rewards.files import NOT_FINITE, RAISED
 
 log = logging.getLogger(__name__)
 
@@ -385,7 +385,8 @@ class _Talk:
     def _end(self, row: Trajectory) -> None:
         def reward() -> float | None:
             given = row.environment.get_reward()
-            return None if given is None else float(given)
+            number = None if given is None else float(given)
+            return number if number is None or math.isfinite(number) else NOT_FINITE
 
         def rewarded(number: float | None) -> None:
             row.environment_reward = number

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import enum
 import json
+import math
 import threading
 from collections import defaultdict
 from typing import Any
@@ -644,6 +645,21 @@ def test_a_tool_that_raises_what_no_exception_is_ends_its_conversation_at_once()
 
     (row,) = talk(saying(CALL.replace("add", "cancelled"), "so"), cancelled, tool_timeout_s=20.0)
     assert str(row.failure).startswith("CancelledError: of another task (test_conversation.py:")
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_as_one_of_a_function(given):
+    """NaN would be none: common.on_nonfinite says what becomes of it."""
+
+    class Gives(Guess):
+        def get_reward(self):
+            return given
+
+    conversations = talking(TOKENIZER, source=guesses(Gives))
+    (row,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
+    rewards = Rewards([environment], ["environment"], torch.ones(1), environments=True)
+    rewards.score([row], None)
+    assert (row.environment_reward, row.rewards, len(rewards.infinite([row]))) == (math.inf, [math.inf], 1)
 
 
 def asked(name: str) -> str:
