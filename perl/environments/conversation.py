@@ -317,11 +317,12 @@ class _Talk:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
                 return
-            messages = as_written(messages)
             plain = self.parts.template.plain
             messages = [
-                m if m["role"] == "assistant" or m in row.row["prompt"] else {**m, "content": plain(m["content"])}
-                for m in messages
+                m
+                if m["role"] == "assistant" or m in row.row["prompt"]
+                else {**m, "content": plain(m["content"], own_words(row.row["prompt"][place : place + 1], m))}
+                for place, m in enumerate(as_written(messages))
             ]
             try:
                 row.prompt_ids = tuple(self.parts.template.prompt(messages))
@@ -450,6 +451,13 @@ def not_messages(shown: Any) -> str | None:
 def as_written(messages: list[Message]) -> list[Message]:
     """As samples.jsonl holds them. The user's own kinds of text, an enum's say, can't be read by other processes."""
     return json.loads(json.dumps(messages))
+
+
+def own_words(at: Sequence[Message], message: Message) -> int:
+    """With how many characters of the row's own prompt a message begins, where it is the one `at` that place with a
+    text behind it."""
+    own = at[0]["content"] if at and at[0]["role"] == message["role"] else ""
+    return len(own) if isinstance(own, str) and message["content"].startswith(own) else 0
 
 
 def is_json(value: Any) -> bool:
