@@ -2,7 +2,7 @@
 
 tools     functions with type hints and a docstring, TRL's `tools`
 factory   a class of TRL's `environment_factory`: reset(**row) -> text behind the last message or None, each further
-          public method is a tool, get_reward() where it has an opinion; or an Environment, whose step takes `message`
+          public method is a tool, get_reward() where it has an opinion; or an Environment: reset(row), step(message)
 
 One of TRL's classes is constructed as often as conversations go on at once, and reset for each.
 """
@@ -295,8 +295,18 @@ def _made(factory: Function, name: str) -> Any:
 
 
 def _is_environment(instance: Any) -> bool:
-    step = getattr(instance, "step", None)
-    return callable(step) and list(inspect.signature(step).parameters)[:1] == ["message"]
+    """Of our own form: reset(row) and step(message). A step that takes a text is a tool of TRL's."""
+    step, reset = getattr(instance, "step", None), getattr(instance, "reset", None)
+    if not (callable(step) and callable(reset)):
+        return False
+    message, row = (next(iter(inspect.signature(each).parameters.values()), None) for each in (step, reset))
+    return (
+        message is not None
+        and message.name == "message"
+        and message.annotation not in (str, "str")
+        and row is not None
+        and (row.name, row.kind) == ("row", row.POSITIONAL_OR_KEYWORD)
+    )
 
 
 def _has(instance: Any, method: str) -> bool:

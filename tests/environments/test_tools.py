@@ -92,6 +92,24 @@ class Talks:
         return None
 
 
+class Chat:
+    def reset(self, **kwargs):
+        return None
+
+    def step(self, message: str) -> str:
+        """Say something.
+
+        Args:
+            message: A text.
+        """
+        return "echo " + message
+
+
+class ChatOfARow(Chat):
+    def reset(self, row: str = ""):
+        return None
+
+
 class Fails:
     def __init__(self):
         raise OSError("no server")
@@ -165,6 +183,18 @@ def test_an_environment_of_our_own(file):
     source = load_environment(EnvironmentConfig(factory=f"{file}:Talks"))
     assert (source.role, source.schemas, source.rewards) == ("user", [], False)
     assert source.make() is not source.make()
+
+
+@pytest.mark.parametrize("name", ["Chat", "ChatOfARow"])
+def test_a_tool_of_trls_may_be_called_step(name, file):
+    source = load_environment(EnvironmentConfig(factory=f"{file}:{name}"))
+    assert (source.role, [schema["function"]["name"] for schema in source.schemas]) == ("tool", ["step"])
+    made = source.make()
+    made.reset({"prompt": [{"role": "user", "content": "x"}]})
+    call = {"type": "function", "function": {"name": "step", "arguments": {"message": "hi"}}}
+    assert made.step({"role": "assistant", "content": "", "tool_calls": [call]}) == [
+        {"role": "tool", "name": "step", "content": "echo hi"}
+    ]
 
 
 @pytest.mark.parametrize(
