@@ -274,10 +274,10 @@ def _message(call: Call, result: Any) -> Message:
 
 
 def methods_of(instance: Any) -> dict[str, Function]:
-    """The tools that TRL sees in an environment."""
+    """The tools that TRL sees in an environment, by the names that their schemas have."""
     names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
     tools = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
-    return {name: getattr(instance, name) for name in tools}
+    return {method.__name__: method for method in (getattr(instance, name) for name in tools)}
 
 
 def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:

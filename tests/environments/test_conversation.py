@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import torch
 
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.grading import Grader
-from perl.records import Completion, Prompt, Sampling, row_seed
+from perl.records import Completion, Prompt, Sampling, Trajectory, row_seed
 from perl.rewards.functions import RewardContext, build_rewards
-from perl.rewards.score import Rewards, environment
+from perl.rewards.score import Rewards, environment, of_environments
 from perl.training.batch import Batch
 from tests.environments.scripted import (
     Scripted,
@@ -660,6 +661,40 @@ def test_a_reward_that_is_not_finite_is_as_one_of_a_function(given):
     rewards = Rewards([environment], ["environment"], torch.ones(1), environments=True)
     rewards.score([row], None)
     assert (row.environment_reward, row.rewards, len(rewards.infinite([row]))) == (math.inf, [math.inf], 1)
+
+
+def test_a_reward_gets_the_instances_whatever_their_truth():
+    class Empty(Guess):
+        def __len__(self):
+            return 0
+
+    class Own:
+        instance = "a connection"
+
+    held = [ToolUse({}, Empty()), Own(), ToolUse({"add": add})]
+    rows = [Trajectory(row={}, position=0, sample=0, prompt_ids=(1,), environment=each) for each in held]
+    assert of_environments(rows)["environments"] == [held[0].instance, held[1], held[2]]
+
+
+def test_a_tool_is_called_by_the_name_that_the_model_is_told():
+    class Looks:
+        def reset(self, **row):
+            return None
+
+        def _look(self, word: str) -> str:
+            """Look.
+
+            Args:
+                word: For it.
+            """
+            return f"seen {word}"
+
+        look = _look
+
+    conversations = talking(TOKENIZER, source=replace(guesses(Looks), rewards=False))
+    (name,) = [schema["function"]["name"] for schema in conversations.source.schemas]
+    (row,) = conversations.run(rows_of(conversations, 1), saying(asked(name), "so"), prompts())
+    assert shown(row)[1] == ("tool", "seen a")
 
 
 def asked(name: str) -> str:
