@@ -126,6 +126,11 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
     for name in config.tools:
         if is_file(name):
             function = import_named(name, TOOLS_FLAG)
+            if not hasattr(function, "__name__"):
+                raise UserError(
+                    f"{TOOLS_FLAG}: {name}: a {type(function).__name__} has no name that a model could call; write a"
+                    " def around it"
+                )
         else:
             resources.append(held := lookup(TOOLS, name, "tool", TOOLS_FLAG)(config))
             function = held.function()
@@ -321,11 +326,10 @@ def _needed(reset: Function) -> list[str]:
 
 def _schema(function: Function, flag: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     try:
         return get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except RAISED as error:  # it evaluates hints, and reads choices as JSON
         raise UserError(
             f"{flag}: {function.__name__}: {' '.join(str(error).split())}; a tool has a type hint and, under Args: of"
             " its docstring, a line for each argument"

@@ -22,6 +22,8 @@ from perl.training.preflight import check_metric, check_run, open_conversations
 from tests.tiny import tiny_tokenizer
 
 GOOD = '''
+import functools
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -39,6 +41,36 @@ def bare(a, b):
 def untold(a: int) -> int:
     """Say nothing of a."""
     return a
+
+
+def hinted(a: "list[") -> int:
+    """Hinted.
+
+    Args:
+        a: One.
+    """
+    return 1
+
+
+def unknown(a: "Nowhere") -> int:
+    """Unknown.
+
+    Args:
+        a: One.
+    """
+    return 1
+
+
+def chosen(a: str) -> int:
+    """Chosen.
+
+    Args:
+        a: One (choices: [x, y])
+    """
+    return 1
+
+
+part = functools.partial(add, b=1)
 
 
 class Game:
@@ -201,11 +233,15 @@ def test_a_tool_of_trls_may_be_called_step(name, file):
     ("fields", "said"),
     [
         ({"tools": ["pyhton"]}, "--config.environment.tools: unknown tool 'pyhton'; did you mean 'python'? known:"),
-        ({"tools": ["FILE:sub"]}, "'sub' is not defined there; functions there: add, bare, untold, Game"),
+        ({"tools": ["FILE:sub"]}, "'sub' is not defined there; functions there: add, bare, untold, hinted"),
         ({"tools": ["FILE:NUMBER"]}, "'NUMBER' is no function"),
         ({"tools": ["none.py:add"]}, "--config.environment.tools: none.py:add: no such file"),
         ({"tools": ["FILE:bare"]}, "bare: Cannot generate JSON schema for bare because it has no docstring!"),
         ({"tools": ["FILE:untold"]}, "a tool has a type hint and, under Args: of its docstring, a line for each"),
+        ({"tools": ["FILE:hinted"]}, "hinted: Forward reference must be an expression"),
+        ({"tools": ["FILE:unknown"]}, "unknown: name 'Nowhere' is not defined; a tool has a type hint and"),
+        ({"tools": ["FILE:chosen"]}, "chosen: Expecting value: line 1 column 2 (char 1); a tool has a type hint"),
+        ({"tools": ["FILE:part"]}, "FILE:part: a partial has no name that a model could call; write a def around it"),
         ({"tools": ["FILE:add", "FILE:add"]}, "two tools are called add; give one another name"),
         ({"factory": "FILE:Gone"}, "--config.environment.factory: FILE:Gone: 'Gone' is not defined there"),
         ({"factory": "FILE:Fails"}, "FILE:Fails() raised OSError: no server"),

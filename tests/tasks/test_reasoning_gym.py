@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,3 +200,20 @@ def test_refusals(spec, said):
     with pytest.raises(UserError) as error:
         load_problems(spec)
     assert said in str(error.value)
+
+
+def test_a_generator_that_refuses_late_is_one_line(monkeypatch):
+    """As countdown does of a target that no numbers make."""
+
+    class Late:
+        def __getitem__(self, place):
+            raise ValueError("Failed to\ngenerate")
+
+    factory = SimpleNamespace(DATASETS={"chain_sum": (None, None)}, create_dataset=lambda *_, **__: Late())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(factory=factory, __spec__=object()))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    said = (
+        r"^reasoning_gym:chain_sum: the generator makes no problem 1 by these settings \(ValueError: Failed to generate"
+    )
+    with pytest.raises(UserError, match=said):
+        load_problems("reasoning_gym:chain_sum")
