@@ -54,6 +54,8 @@ class Problem:
     """The answer as rewards in verl's form see it: `reward_model.ground_truth` as stored, else `gold`."""
     extra_info: dict[str, Any] = field(default_factory=dict, compare=False)
     """verl's column of that name."""
+    columns: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The row's columns, for an environment's reset, where it was read for one."""
 
     @property
     def gradable(self) -> bool:

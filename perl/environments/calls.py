@@ -17,6 +17,8 @@ Parser = Callable[[str], tuple[str, list[Call]]]
 """From the text of a turn, special tokens included, to what is left of it without its calls, and these."""
 
 PYTHON_TAG = "<|python_tag|>"
+DEEPEST = 64
+"""Brackets of a call in each other: pickle and json take hundreds."""
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -65,14 +67,15 @@ PARSERS: dict[str, Parser] = {"hermes": hermes_calls, "llama3_json": llama3_call
 
 
 def read_calls(text: str, parser: Parser, thinking: bool = False) -> tuple[str, list[Call]]:
-    """As `parser`, of what stands behind the reasoning: what a model thinks of calling is no call.
+    """As `parser`, of what stands behind the reasoning that a turn begins with: what a model thinks of calling is no
+    call. Further on the marks are words, of an argument's code perhaps.
 
     Args:
         thinking: the prompt ends with <think>.
     """
-    thought, closed, said = text.rpartition("</think>")
-    if not closed and (thinking or "<think>" in text):
-        return text, []
+    thought, closed, said = "", "", text
+    if thinking or text.lstrip().startswith("<think>"):
+        thought, closed, said = text.partition("</think>")
     rest, calls = parser(said)
     return thought + closed + rest, calls
 
@@ -83,8 +86,7 @@ def _python(code: str) -> Call:
 
 def _call(text: str) -> Call:
     try:
-        stated = json.loads(text, strict=False)  # models leave line breaks in strings as they are
-        json.dumps(stated, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        stated = _read(text)
     except (ValueError, RecursionError) as error:
         return _unreadable("", f"the call is no JSON: {error}")
     if not isinstance(stated, dict) or not isinstance(name := stated.get("name"), str):
@@ -92,10 +94,22 @@ def _call(text: str) -> Call:
     arguments = stated.get("arguments", stated.get("parameters", {}))
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments, strict=False)
+            arguments = _read(arguments)
     if not isinstance(arguments, dict):
         return _unreadable(name, "the arguments of the call are no JSON object")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _read(text: str) -> Any:
+    """What files and other processes take too. Raises ValueError, or RecursionError."""
+    read = json.loads(text, strict=False)  # models leave line breaks in strings as they are
+    json.dumps(read, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    level, depth = [read], 0
+    while nested := [one for one in level if isinstance(one, dict | list)]:
+        if (depth := depth + 1) > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} brackets stand in each other")
+        level = [each for one in nested for each in (one.values() if isinstance(one, dict) else one)]
+    return read
 
 
 def _unreadable(name: str, error: str) -> Call:

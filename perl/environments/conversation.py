@@ -33,7 +33,7 @@ from perl.environments.template import ChatTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.models.images import has_images
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
-from perl.rewards.files import RAISED
+from perl.rewards.files import NOT_FINITE, RAISED
 
 log = logging.getLogger(__name__)
 
@@ -317,11 +317,12 @@ class _Talk:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
                 return
-            messages = as_written(messages)
             plain = self.parts.template.plain
             messages = [
-                m if m["role"] == "assistant" or m in row.row["prompt"] else {**m, "content": plain(m["content"])}
-                for m in messages
+                m
+                if m["role"] == "assistant" or m in row.row["prompt"]
+                else {**m, "content": plain(m["content"], own_words(row.row["prompt"][place : place + 1], m))}
+                for place, m in enumerate(as_written(messages))
             ]
             try:
                 row.prompt_ids = tuple(self.parts.template.prompt(messages))
@@ -370,7 +371,10 @@ class _Talk:
     def _late(self, row: Trajectory) -> None:
         seconds = self.jobs.seconds
         answer = getattr(row.environment, "timed_out", None) if row.completion else None
-        if answer is None or (shown := answer(row.completion[-1], seconds)) is None:
+        shown = answer(row.completion[-1], seconds) if answer else None
+        if isinstance(row.environment, ToolUse):
+            row.environment.waiting.cancel()  # behind timed_out: its thread makes no further calls
+        if shown is None:
             self._fail(row, f"no answer within {seconds:g} s (environment.tool_timeout_s)")
         else:
             self._observed(row, shown)
@@ -382,7 +386,8 @@ class _Talk:
     def _end(self, row: Trajectory) -> None:
         def reward() -> float | None:
             given = row.environment.get_reward()
-            return None if given is None else float(given)
+            number = None if given is None else float(given)
+            return number if number is None or math.isfinite(number) else NOT_FINITE
 
         def rewarded(number: float | None) -> None:
             row.environment_reward = number
@@ -446,6 +451,13 @@ def not_messages(shown: Any) -> str | None:
 def as_written(messages: list[Message]) -> list[Message]:
     """As samples.jsonl holds them. The user's own kinds of text, an enum's say, can't be read by other processes."""
     return json.loads(json.dumps(messages))
+
+
+def own_words(at: Sequence[Message], message: Message) -> int:
+    """With how many characters of the row's own prompt a message begins, where it is the one `at` that place with a
+    text behind it."""
+    own = at[0]["content"] if at and at[0]["role"] == message["role"] else ""
+    return len(own) if isinstance(own, str) and message["content"].startswith(own) else 0
 
 
 def is_json(value: Any) -> bool:

@@ -86,7 +86,7 @@ def _next_turn(asked: Asked, row: Trajectory, context: int | None) -> Prompt:
 def _talked(row: Trajectory, prompt_text: str) -> Talked:
     reward = row.environment_reward
     if reward is not None and not math.isfinite(reward):
-        row.failure = f"get_reward gave {reward}"
+        row.failure = "get_reward gave a number that is not finite"
     return Talked(
         token_ids=tuple(row.sampled_ids),
         finish_reason=row.finish,

@@ -156,10 +156,18 @@ class ChatTemplate:
             return [{"role": "system", "content": text}, *messages]
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
 
-    def plain(self, text: str) -> str:
+    def plain(self, text: str, behind: int = 0) -> str:
         """A text from outside as words alone: in what would be read as a control token, such as the end of a turn, a
-        zero-width space stands behind the first character. What is no Unicode is replaced."""
-        return self._control.sub("\\g<0>\u200b", text.encode(errors="replace").decode())
+        zero-width space stands behind the first character. What is no Unicode is replaced.
+
+        Args:
+            behind: so many characters are not from outside; a token that ends in them stays.
+        """
+
+        def broken(match: re.Match[str]) -> str:
+            return f"{match[0]}\u200b" if match.end(1) > behind else match[0]
+
+        return self._control.sub(broken, text.encode(errors="replace").decode())
 
     def cut(self, text: str, messages: int = 1) -> str:
         """What is shown of an observed text: `plain`, and the middle of one that is longer than allowed is left out.
@@ -292,10 +300,12 @@ def training_template(tokenizer: Any) -> str | None:
 
 
 def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """The first character of each, wherever it begins. Other added tokens, such as runs of blanks, control nothing."""
+    """The first character of each, wherever it begins, and itself as a group. Other added tokens, such as runs of
+    blanks, control nothing."""
     tokens = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
     control = [each.content for each in tokens if each.special or (each.content[0], each.content[-1]) == ("<", ">")]
-    return re.compile(f"(?={'|'.join(map(re.escape, control)) or '(?!)'}).", re.DOTALL)
+    control.sort(key=len, reverse=True)
+    return re.compile(f"(?=({'|'.join(map(re.escape, control)) or '(?!)'})).", re.DOTALL)
 
 
 def _last(ids: Sequence[int], token: int) -> int:

@@ -2,14 +2,13 @@
 
 tools     functions with type hints and a docstring, TRL's `tools`
 factory   a class of TRL's `environment_factory`: reset(**row) -> text behind the last message or None, each further
-          public method is a tool, get_reward() where it has an opinion; or an Environment, whose step takes `message`
+          public method is a tool, get_reward() where it has an opinion; or an Environment: reset(row), step(message)
 
 One of TRL's classes is constructed as often as conversations go on at once, and reset for each.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -25,6 +24,8 @@ from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
 from perl.environments.calls import Call
+from perl.environments.waiting import Waiting
+from perl.grading.threads import bound_in_threads
 from perl.records import Message
 from perl.rewards.files import RAISED, ROW, import_named, is_file
 
@@ -118,11 +119,18 @@ class EnvironmentSource:
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
     """What the group `environment` names. A UserError for what can't be used so."""
+    if any(map(is_file, (*config.tools, config.factory or ""))):
+        bound_in_threads()
     functions: dict[str, Function] = {}
     resources = []
     for name in config.tools:
         if is_file(name):
             function = import_named(name, TOOLS_FLAG)
+            if not hasattr(function, "__name__"):
+                raise UserError(
+                    f"{TOOLS_FLAG}: {name}: a {type(function).__name__} has no name that a model could call; write a"
+                    " def around it"
+                )
         else:
             resources.append(held := lookup(TOOLS, name, "tool", TOOLS_FLAG)(config))
             function = held.function()
@@ -187,6 +195,7 @@ class ToolUse:
         self._left: list[Message] = []
         """Turns that took too long: their threads make no further calls."""
         self._lock = threading.Lock()
+        self.waiting = Waiting()
 
     @property
     def outcomes(self) -> list[bool]:
@@ -201,7 +210,7 @@ class ToolUse:
         parameters = inspect.signature(self.instance.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {name: value for name, value in columns_of(row).items() if takes_all or name in parameters}
-        observation = _awaited(self.instance.reset(**columns))
+        observation = self.waiting.result(self.instance.reset(**columns))
         if observation is None:
             return prompt
         if not isinstance(observation, str):
@@ -239,7 +248,7 @@ class ToolUse:
         return [result for result, _ in made] or None
 
     def get_reward(self) -> float | None:
-        return _awaited(self.instance.get_reward())
+        return self.waiting.result(self.instance.get_reward())
 
     def _result(self, call: Call) -> tuple[Message, bool]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -248,7 +257,7 @@ class ToolUse:
                 raise ValueError(call["error"])
             if name not in self.tools:
                 raise ValueError(f"Tool {name} not found.")
-            return _message(call, _awaited(self.tools[name](**arguments))), False
+            return _message(call, self.waiting.result(self.tools[name](**arguments))), False
         except RAISED as error:
             return _message(call, {"error": str(error)}), True
 
@@ -269,25 +278,18 @@ def _message(call: Call, result: Any) -> Message:
     return {"role": "tool", "name": call["function"]["name"], "content": str(result)}
 
 
-def _awaited(result: Any) -> Any:
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
-
-
 def methods_of(instance: Any) -> dict[str, Function]:
-    """The tools that TRL sees in an environment."""
+    """The tools that TRL sees in an environment, by the names that their schemas have."""
     names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
     tools = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
-    return {name: getattr(instance, name) for name in tools}
+    return {method.__name__: method for method in (getattr(instance, name) for name in tools)}
 
 
 def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What TRL's reset gets of a row: its columns, and those of verl's extra_info."""
     facts = json.loads(row[ROW]) if ROW in row else {}
     further = {name: facts[name] for name in ("data_source", "ground_truth") if name in facts}
-    return {**(facts.get("extra_info") or {}), **further, **row}
+    return {**(facts.get("extra_info") or {}), **further, **facts.get("columns", {}), **row}
 
 
 def _made(factory: Function, name: str) -> Any:
@@ -298,8 +300,18 @@ def _made(factory: Function, name: str) -> Any:
 
 
 def _is_environment(instance: Any) -> bool:
-    step = getattr(instance, "step", None)
-    return callable(step) and list(inspect.signature(step).parameters)[:1] == ["message"]
+    """Of our own form: reset(row) and step(message). A step that takes a text is a tool of TRL's."""
+    step, reset = getattr(instance, "step", None), getattr(instance, "reset", None)
+    if not (callable(step) and callable(reset)):
+        return False
+    message, row = (next(iter(inspect.signature(each).parameters.values()), None) for each in (step, reset))
+    return (
+        message is not None
+        and message.name == "message"
+        and message.annotation not in (str, "str")
+        and row is not None
+        and (row.name, row.kind) == ("row", row.POSITIONAL_OR_KEYWORD)
+    )
 
 
 def _has(instance: Any, method: str) -> bool:
@@ -314,11 +326,10 @@ def _needed(reset: Function) -> list[str]:
 
 def _schema(function: Function, flag: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     try:
         return get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except RAISED as error:  # it evaluates hints, and reads choices as JSON
         raise UserError(
             f"{flag}: {function.__name__}: {' '.join(str(error).split())}; a tool has a type hint and, under Args: of"
             " its docstring, a line for each argument"

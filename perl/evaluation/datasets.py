@@ -42,7 +42,8 @@ def load_problem_set(
     template: Template | None = None,
     graded: bool = True,
 ) -> ProblemSet:
-    problems = load_problems(spec, split=config.split, limit=config.max_samples, task=config.task, graded=graded)
+    columns = config.environment.factory is not None
+    problems = load_problems(spec, config.split, config.max_samples, config.task, graded, columns)
     examples = few_shot_examples(config, spec, problems)
     return make_problem_set(
         problems, spec, name, tokenizer, given(config), config.system_prompt, examples, template=template

@@ -70,7 +70,7 @@ class Store:
         """Add rows, on disk when this returns (as far as the kernel goes: a killed process loses none of them)."""
         lines = "".join(map(json_line, records))
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(lines)
         except OSError as error:
             raise RankError(

@@ -5,22 +5,42 @@ An entry is {"generator": a name, "settings": its keyword arguments, "question":
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
 import importlib.util
 import json
 import re
+import warnings
 from collections.abc import Callable
-from types import BuiltinFunctionType
 from typing import Any
 
 from perl.base.errors import UserError
 
-HARMLESS = frozenset(("abs", "divmod", "max", "min", "pow", "round", "sum"))
-_BUILTINS = "|".join(sorted(name for name, value in vars(builtins).items() if isinstance(value, BuiltinFunctionType)))
+CALLS = {
+    "abs", "divmod", "max", "min", "pow", "round", "sum", "Abs", "Add", "Float", "Integer", "Max", "Min", "Mod", "Mul",
+    "Pow", "Rational", "acos", "acosh", "acot", "acsc", "asec", "asin", "asinh", "atan", "atan2", "atanh", "binomial",
+    "cbrt", "ceiling", "cos", "cosh", "cot", "coth", "csc", "erf", "exp", "factorial", "floor", "gamma", "gcd", "lcm",
+    "ln", "log", "root", "sec", "sign", "sin", "sinh", "sqrt", "tan", "tanh",
+}  # fmt: skip
+"""What an answer may call."""
+LONGEST = 10_000
+"""Characters of an answer that is looked through."""
+_CALLABLE = "|".join(sorted(name for name, value in vars(builtins).items() if callable(value) and name not in CALLS))
+_CALLED = re.compile(r"([^\W\d]\w*)\(")
 _CODE = re.compile(
-    rf"__|\b(?!(?:{'|'.join(sorted(HARMLESS))})\b)(?:{_BUILTINS})\b|[\w)\]]\s*\([^)]*['\"]|\.\s*[A-Za-z_]\w*\s*\("
+    rf"__|:=|\blambda\b|\bfor\b.*\bin\b|\b(?:{_CALLABLE})\s*\(|\.\s*\w+\s*\(|[\])]\s*\("
+    r"|\(.*['\"\\{]|['\"\\}].*\(|(['\"]).*\\.*\1",
+    re.DOTALL,
 )
+"""In a text that Python does not read as a whole."""
+_LITERAL = (
+    ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.UnaryOp, ast.unaryop, ast.expr_context,
+)  # fmt: skip
+_CALCULATED = (
+    *_LITERAL, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Name, ast.Subscript, ast.Slice, ast.Call,
+    ast.operator, ast.boolop, ast.cmpop,
+)  # fmt: skip
 
 
 def read_entry(gold: str) -> dict[str, Any] | None:
@@ -44,13 +64,13 @@ def judge_entry(answer: str, gold: str) -> tuple[float, str | None, str]:
     """(score, None, reason): 1 where the generator gives all of a point, else 0, also where it fails on the answer. A
     gold that is a plain answer is compared as a text.
 
-    Some generators have sympy evaluate the answer, which would run a call that stands in it: one that could do more
-    than calculate is wrong unseen.
+    Some generators have Python or sympy evaluate the answer, which would run a call that stands in it: one that could
+    do more than calculate is wrong unseen.
     """
     entry = read_entry(gold)
     if entry is None:
         correct = answer.strip() == gold.strip()
-    elif "(" in answer and _CODE.search(answer):
+    elif _may_run(answer):
         correct = False
     else:
         score = _scorer(entry["generator"], json.dumps(entry["settings"]))
@@ -59,6 +79,34 @@ def judge_entry(answer: str, gold: str) -> tuple[float, str | None, str]:
         except _RAISED:
             correct = False
     return float(correct), None, "correct" if correct else "wrong"
+
+
+def _may_run(answer: str) -> bool:
+    """Whether evaluating an answer, or a part of it, could do more than make a value or calculate one."""
+    if not any(mark in answer for mark in "([\\"):
+        return False
+    if len(answer) > LONGEST:
+        return True
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
+    except (SyntaxError, ValueError):  # a text, a board, or what sympy alone reads
+        return bool(_CODE.search(answer)) or not CALLS.issuperset(_CALLED.findall(answer))
+    except (MemoryError, RecursionError):
+        return True
+    return not (all(isinstance(node, _LITERAL) for node in nodes) or all(map(_calculates, nodes)))
+
+
+def _calculates(node: ast.AST) -> bool:
+    match node:
+        case ast.Call():  # its arguments are nodes too, but for their names
+            return isinstance(node.func, ast.Name) and node.func.id in CALLS and not node.keywords
+        case ast.Constant():
+            return isinstance(node.value, int | float)
+        case ast.Name():
+            return "__" not in node.id
+        case _:
+            return isinstance(node, _CALCULATED)
 
 
 def require_scoring(gold: str) -> None:

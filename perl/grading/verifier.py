@@ -39,9 +39,9 @@ START_DEADLINE_S = 120.0
 class Question(NamedTuple):
     text: str
     gold: str
-    how: Literal["text", "parts", "entry"]
+    how: Literal["text", "parts", "entry", "call"]
     """text: an answer is looked for in `text`. parts: it is an answer, compared part by part (stated.equal). entry: it
-    is one to the entry that `gold` is (entries.judge_entry)."""
+    is one to the entry that `gold` is (entries.judge_entry). call: `text` is a call of math-verify's (threads)."""
 
 
 class Verdict(NamedTuple):

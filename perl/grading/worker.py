@@ -24,6 +24,7 @@ from typing import Any
 
 from perl.grading import stated
 from perl.grading.entries import import_generators, judge_entry
+from perl.grading.threads import judge_call
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of address space: an answer may write a number that no machine can hold."""
@@ -90,7 +91,7 @@ def judge_parts(answer: str, gold: str) -> tuple[float, str | None, str]:
     return float(correct), None, "correct" if correct else "wrong"
 
 
-JUDGES = {"text": judge, "parts": judge_parts, "entry": judge_entry}
+JUDGES = {"text": judge, "parts": judge_parts, "entry": judge_entry, "call": judge_call}
 
 
 def _same(gold: str, answer: str) -> bool:

@@ -10,7 +10,9 @@ length) can't tell them apart and is said to be of form alone: it is no fault un
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import functools
 import inspect
 import json
 import math
@@ -19,7 +21,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -226,6 +228,12 @@ def _mark() -> Path:
     return Path(tempfile.gettempdir(), f"perl_audit_{os.getpid()}")
 
 
+def _escaped(code: str) -> str:
+    """What sympy runs, written so that no word of it is to be seen."""
+    escapes = "".join(f"\\x{ord(letter):02x}" for letter in code)
+    return f'[S(pi) for pi in ["{escapes}"]]'
+
+
 RIGHT = "right"
 OTHER = "another row's answer"
 PROBES: dict[str, Probe] = {
@@ -277,6 +285,9 @@ PROBES: dict[str, Probe] = {
         "less", lambda row, answer: "<think>\n</think>\n<answer>\n</answer>\n" * 50 + row.state(row.others[0])
     ),
     "code": Probe("less", lambda row, answer: row.state(f"open({str(_mark())!r}, 'w')"), of_any_row=True),
+    "code in escapes": Probe(
+        "less", lambda row, answer: row.state(_escaped(f"open({str(_mark())!r}, 'w')")), of_any_row=True
+    ),
     "5,000 digits": _stated("9" * 5000),
     "200,000 letters": _same("a" * 200_000),
     "100,000 words": _same("and so on " * 33_333),
@@ -338,8 +349,16 @@ class _Payer:
     """By probe: what the function raised, once."""
     infinite: dict[str, str] = field(default_factory=dict)
     """By probe: the text that it gave no finite number."""
+    in_verls_form: bool = False
     told: Callable[[str], None] | None = None
     """Is told the first text of each call before it is made."""
+    reads_gold: bool = False
+    """The function has used what it is given the right answer as."""
+
+    def __post_init__(self) -> None:
+        own = inspect.unwrap(self.function)
+        self.in_verls_form = _has_to_take_gold(own)
+        self.reads_gold = self.in_verls_form and _loads_gold(own)
 
     def pay(self, rows: Sequence[Row], cases: Sequence[Case]) -> list[float]:
         """Of each case; NaN where the function gave none, raised, or gave no finite number."""
@@ -373,9 +392,17 @@ class _Payer:
                     sampled=[True] * len(words), completion=completion,
                 )
             )  # fmt: skip
-        rewards = Rewards([self.function], [self.name], torch.ones(1))
+        rewards = Rewards([self._asked], [self.name], torch.ones(1))
         rewards.score(trajectories, TrainerState(max_steps=1), log_metrics=False)
         return [each.rewards[0] for each in trajectories]
+
+    def _asked(self, **columns: Any) -> Any:
+        if not self.in_verls_form:
+            columns |= {name: _Noted(columns[name], self._note) for name in GOLD_NAMES & columns.keys()}
+        return self.function(**columns)
+
+    def _note(self) -> None:
+        self.reads_gold = True
 
     def right_and_wrong(self, rows: Sequence[Row]) -> list[tuple[float, float]]:
         """What the right answer and a wrong one earn in the rows' form."""
@@ -395,10 +422,47 @@ def _other_gold(rows: Sequence[Row]) -> list[Row]:
     return swapped
 
 
-def reads_gold(function: Any) -> bool:
-    """Whether a function's code uses what it is given the right answer as; verl's form has to take it in any case."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return isinstance(code, CodeType) and _loads(code)
+class _Noted(list):
+    """A column that notes when its values are asked for."""
+
+    def __init__(self, values: Iterable[Any], note: Callable[[], None]):
+        super().__init__(values)
+        self.note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        self.note()
+        return super().__iter__()
+
+    def __getitem__(self, place: Any) -> Any:
+        self.note()
+        return super().__getitem__(place)
+
+
+def _has_to_take_gold(function: Any) -> bool:
+    """Whether it is of verl's form, for which `row` is always read: its code says what it uses of that."""
+    with contextlib.suppress(TypeError, ValueError):
+        return not {"solution_str", "solution_strs"}.isdisjoint(inspect.signature(function).parameters)
+    return False
+
+
+def _loads_gold(function: Any) -> bool:
+    """Whether the code of a function, or of one that it holds (a decorator's), uses what the right answer is given
+    as."""
+    waiting, seen = [function], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, functools.partial):
+            waiting.append(each.func)
+        elif isinstance(code := getattr(each, "__code__", None), CodeType):
+            if _loads(code):
+                return True
+            waiting += [cell.cell_contents for cell in each.__closure__ or () if callable(cell.cell_contents)]
+        elif not isinstance(each, type) and hasattr(type(each), "__call__"):  # noqa: B004  # its code is wanted
+            waiting.append(type(each).__call__)
+    return False
 
 
 def _loads(code: CodeType) -> bool:
@@ -477,7 +541,7 @@ def audit(
     finite = [pay for pay in pays if not math.isnan(pay)]
     blind = all(_same_pay(one, two) for one, two in zip(pays, others, strict=True))
     verdict: Literal["sound", "form alone", "faulty"] = "sound"
-    form_alone = blind and not reads_gold(function)
+    form_alone = blind and not payer.reads_gold
     constant = bool(finite) and max(finite) - min(finite) <= EQUAL
     elsewhere = _paid_form(payer, rows, pays) if constant or judged.refusals.count else None
     if not finite:
@@ -622,7 +686,7 @@ def pays_for_nothing(name: str, function: RewardFunction, rows: Sequence[Row], s
     pays = payer.pay(asked, cases)
     others = payer.pay(_other_gold(asked), cases)
     blind = all(_same_pay(one, two) for one, two in zip(pays, others, strict=True))
-    if payer.raised or (blind and not reads_gold(function)):
+    if payer.raised or (blind and not payer.reads_gold):
         return None
     passes = _judge(asked, cases, pays).false_passes
     return f"a wrong text earns what the right answer does, as on {passes.example}" if passes.count else None

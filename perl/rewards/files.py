@@ -67,6 +67,7 @@ def row_of(problem: Problem) -> str:
         "data_source": problem.data_source,
         "ground_truth": problem.ground_truth,
         "extra_info": problem.extra_info,
+        **({"columns": problem.columns} if problem.columns else {}),
     }
     return json.dumps(row, ensure_ascii=False, default=lambda v: float(v) if isinstance(v, Decimal) else str(v))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from perl.base.errors import RankError
+from perl.environments.tools import ToolUse
 from perl.records import Trajectory
 from perl.rewards.files import ROW, row_name
 
@@ -124,8 +125,9 @@ class Rewards:
 def of_environments(rows: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """What reward functions get of them: of a class of TRL's the instance itself, unless a worker has it."""
     here = [row.environment for row in rows if row.environment is not None]
+    given = [each.instance if isinstance(each, ToolUse) and each.instance is not None else each for each in here]
     return {
-        **({"environments": [getattr(each, "instance", None) or each for each in here]} if here else {}),
+        **({"environments": given} if here else {}),
         "environment_rewards": [row.environment_reward for row in rows],
         "completion_lengths": [len(row.token_ids) for row in rows],
     }

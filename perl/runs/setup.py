@@ -175,6 +175,7 @@ def build_dataset(
     limits: Limits | None = None,
     completion: int | None = None,
     read: Callable[[Sequence[Message]], list[int]] | None = None,
+    columns: bool = False,
 ) -> Dataset:
     """Rows for TRL: `prompt` (messages), and for the rewards `gold` (None: none), `task` ("": none) and `row`
     (perl.rewards.files); which problem each is, in PROBLEM.
@@ -183,12 +184,12 @@ def build_dataset(
     to cut.
 
     Args:
-        graded: as load_problems has it.
+        graded, columns: as load_problems has them.
         limits: of the model, that prompts are held against.
         completion: the longest, in tokens.
         read: the tokens of a prompt's messages; None: by the chat template alone.
     """
-    problems = _problems(config, graded)
+    problems = _problems(config, graded, columns)
     rows = [_row(problem, config.system_prompt, has_images(tokenizer)) for problem in problems]
     prompts = [
         read(row["prompt"]) if read else encode(tokenizer, row["prompt"], p.images)
@@ -231,7 +232,7 @@ def _warn_of_context(prompt: int, completion: int, context: int) -> None:
         )  # fmt: skip
 
 
-def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
+def _problems(config: DatasetConfig, graded: bool, columns: bool = False) -> list[Problem]:
     """Of all data sets, one after the other, up to example_numbers."""
     flag, named = "--config.dataset.dataset_name_or_path", config.dataset_name_or_path
     if isinstance(named, str) and "," in named and not os.path.exists(user_path(named)):
@@ -245,7 +246,7 @@ def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
             log.info("%s is not read: example_numbers %d is reached before", spec, config.example_numbers)
             continue
         split = config.split or training_split(spec)
-        problems += load_problems(spec, split=split, limit=left, task=config.task, graded=graded)
+        problems += load_problems(spec, split=split, limit=left, task=config.task, graded=graded, columns=columns)
     return problems
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from perl.base.errors import UserError, lookup, nearest
 from perl.base.paths import user_path
@@ -36,6 +38,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+HELD = ("prompt", "reward_model", "extra_info", "images")
+"""Columns that a Problem has anyway."""
+NAMED = ("gold", "task", "row")
+"""What rewards and environments are given under these names is made here (perl.runs.setup)."""
+
 
 def data_name(spec: str) -> str:
     """The name of a task or a known repository of the hub as it is written here, whatever its case and its hyphens in
@@ -57,6 +64,7 @@ def load_problems(
     limit: int | None = None,
     task: str | None = None,
     graded: bool = True,
+    columns: bool = False,
 ) -> list[Problem]:
     """The problems of a data set.
 
@@ -69,12 +77,14 @@ def load_problems(
         task: grade every row as this task, whatever the row says.
         graded: the rows are graded by their tasks. False, where only rewards of the user's own score them, or an
             environment: a row may lack an answer, or name a data source that is no task of ours.
+        columns: keep those that nothing here reads too, for an environment's reset.
     """
     spec = data_name(spec)
     if task is not None:
         lookup(TASKS, task, "task")
     reasons: Counter[tuple[str, str, str]] = Counter()
-    problems = _problems(rows_of(spec, split, task), reasons, graded)
+    rows = rows_of(spec, split, task)
+    problems = _problems(rows, reasons, graded, _Kept(spec).of if columns else lambda row: {})
     if (known := HUBS.get(spec.partition(":")[0])) and known[1].repeats:
         problems = _without_repeats(problems, spec)
     result = list(itertools.islice(problems, limit))
@@ -117,7 +127,10 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
 
 
 def _problems(
-    rows: Iterator[tuple[Row, str, str | None]], reasons: Counter[tuple[str, str, str]], graded: bool
+    rows: Iterator[tuple[Row, str, str | None]],
+    reasons: Counter[tuple[str, str, str]],
+    graded: bool,
+    columns: Callable[[Row], dict[str, Any]],
 ) -> Iterator[Problem]:
     """The problems of `rows`; counts in `reasons` by which task, and why, each file's rows are graded."""
     for row, where, chosen in rows:
@@ -125,7 +138,48 @@ def _problems(
         name, why = (chosen, "") if chosen is not None else task_of(fields, where, graded)
         if chosen is None:
             reasons[where.rpartition(":")[0], name, why] += 1
-        yield _problem(fields, where, name, graded)
+        yield replace(_problem(fields, where, name, graded), columns=columns(row))
+
+
+class _Kept:
+    """What a Problem keeps of its row's columns: JSON, under names that are free. One line for each other column."""
+
+    def __init__(self, spec: str):
+        self.spec = spec
+        self.told: set[str] = set()
+
+    def of(self, row: Row) -> dict[str, Any]:
+        kept = {}
+        for name, value in row.items():
+            if name in HELD:
+                continue
+            if name in NAMED:
+                self._tell(name, "a column of that name is perl's own; give it another name")
+            elif (plain := as_json(value)) is None and value is not None:
+                self._tell(name, f"{type(value).__name__} is no JSON; store a text or a number")
+            else:
+                kept[name] = plain
+        return kept
+
+    def _tell(self, name: str, why: str) -> None:
+        if name not in self.told:
+            self.told.add(name)
+            logger.warning("%s: column %s is not given to the environment's reset: %s", self.spec, name, why)
+
+
+def as_json(value: Any) -> Any:
+    """A column's value as JSON has it, or None."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_number)
+        return json.loads(text.encode())  # half of a surrogate pair is no text
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Decimal):
+        return float(value)
+    raise TypeError
 
 
 def problem_of_row(row: Row, where: str, task: str | None) -> Problem:

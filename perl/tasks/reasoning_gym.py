@@ -70,7 +70,7 @@ def generated_rows(spec: str, split: str | None, task: str | None, audited: bool
             f" {', '.join(field for field in DATASETS[name][1].__dataclass_fields__ if field not in ('seed', 'size'))}"
         ) from error
     for place in range(size):
-        entry = made[place]
+        entry = _entry(made, place, spec)
         if not isinstance(entry["answer"], str):
             raise UserError(f"{spec}: the generator ships no answer")
         gold = {"answer": entry["answer"], "generator": name, "settings": settings}
@@ -80,6 +80,17 @@ def generated_rows(spec: str, split: str | None, task: str | None, audited: bool
             {"question": entry["question"], "answer": text, "data_source": f"{TASK}/{name}"},
             f"{spec} {split}:{place + 1}",
         )
+
+
+def _entry(made: Any, place: int, spec: str) -> dict[str, Any]:
+    try:
+        return made[place]
+    except Exception as error:  # whatever a generator raises that finds out late
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{spec}: the generator makes no problem {place + 1} by these settings ({type(error).__name__}: {said});"
+            " write others"
+        ) from error
 
 
 def _read(spec: str) -> tuple[str, dict[str, Any]]:

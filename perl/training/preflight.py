@@ -127,6 +127,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         limits=limits_of(config.model.model_name_or_path),
         completion=config.training.max_completion_length,
         read=conversations.template.prompt if conversations else None,
+        columns=config.environment.factory is not None,
     )
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})

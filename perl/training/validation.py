@@ -218,7 +218,7 @@ class Validation(TrainerCallback):
             place = made if quantization == "none" else made / QUANTIZED
             for each in self.setup.problem_sets:
                 (place / each.name).mkdir(parents=True)
-                with (place / each.name / SAMPLES).open("w", encoding="utf-8") as file:
+                with (place / each.name / SAMPLES).open("w", encoding="utf-8", errors="backslashreplace") as file:
                     file.writelines(map(json_line, records[each.name]))
                 summary = self.summary(step, each, records[each.name], seconds, quantization)
                 write_json(place / each.name / SUMMARY, summary)

@@ -109,8 +109,9 @@ def _problem_set(
 ) -> ProblemSet:
     validation = config.validation
     try:
+        columns = config.environment.factory is not None
         graded = not (conversations and conversations.source.rewards)
-        problems = load_problems(spec, limit=validation.max_samples, graded=graded)
+        problems = load_problems(spec, limit=validation.max_samples, graded=graded, columns=columns)
     except UserError as error:
         raise UserError(f"{FLAG}datasets: {error}") from error
     given = {field: value for field in GIVEN if (value := getattr(validation, field)) is not None}

@@ -38,6 +38,13 @@ def calls(name: str, text: str):
         ),
         ('<think>so <tool_call>{"name": "f"}</tool_call>', [], '<think>so <tool_call>{"name": "f"}</tool_call>'),
         ('so</think><tool_call>{"name": "f"}</tool_call>', [("f", {})], "so</think>"),
+        ('<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>', [("f", {"x": "</think>"})], ""),
+        ('a <tool_call>{"name": "f", "arguments": {"x": "<think>"}}</tool_call>', [("f", {"x": "<think>"})], "a"),
+        (
+            '<think>so</think><tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>',
+            [("f", {"x": "</think>"})],
+            "<think>so</think>",
+        ),
     ],
 )
 def test_hermes(text, made, rest):
@@ -97,8 +104,20 @@ def test_python_fences(text, codes):
     '{"name": "add", "arguments": ' + "[" * 100_000,
     '{"name": "\\ud800", "arguments": {}}',
     '{"name": "add", "arguments": {"a": "\\udfff"}}',
+    '{"name": "add", "arguments": {"a": ' + "[" * 64 + "]" * 64 + "}}",
 ])  # fmt: skip
 def test_no_text_of_the_policy_ends_the_run(parser, call):
     text = f"<tool_call>{call}</tool_call>" if parser == "hermes" else call
     _, calls = read_calls(text, PARSERS[parser])
     assert [each["error"].partition(":")[0] for each in calls] == ["the call is no JSON"]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("arguments", [r"{\"code\": \"\\ud800\"}", r"{\"a\": " + "[" * 64 + "]" * 64 + "}"])
+def test_nor_one_in_a_text_of_arguments(parser, arguments):
+    call = f'{{"name": "add", "arguments": "{arguments}"}}'
+    text = f"<tool_call>{call}</tool_call>" if parser == "hermes" else call
+    assert calls(parser, text) == (["the arguments of the call are no JSON object"], "")
+    deep = f'{{"name": "add", "arguments": {{"a": {"[" * 60}{"]" * 60}}}}}'
+    (found,), _ = calls("hermes", f"<tool_call>{deep}</tool_call>")
+    assert found[0] == "add"

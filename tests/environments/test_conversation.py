@@ -4,8 +4,10 @@ import asyncio
 import copy
 import enum
 import json
+import math
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ import torch
 
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.grading import Grader
-from perl.records import Completion, Prompt, Sampling, row_seed
+from perl.records import Completion, Prompt, Sampling, Trajectory, row_seed
 from perl.rewards.functions import RewardContext, build_rewards
-from perl.rewards.score import Rewards, environment
+from perl.rewards.score import Rewards, environment, of_environments
 from perl.training.batch import Batch
 from tests.environments.scripted import (
     Scripted,
@@ -644,6 +646,142 @@ def test_a_tool_that_raises_what_no_exception_is_ends_its_conversation_at_once()
 
     (row,) = talk(saying(CALL.replace("add", "cancelled"), "so"), cancelled, tool_timeout_s=20.0)
     assert str(row.failure).startswith("CancelledError: of another task (test_conversation.py:")
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_as_one_of_a_function(given):
+    """NaN would be none: common.on_nonfinite says what becomes of it."""
+
+    class Gives(Guess):
+        def get_reward(self):
+            return given
+
+    conversations = talking(TOKENIZER, source=guesses(Gives))
+    (row,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
+    rewards = Rewards([environment], ["environment"], torch.ones(1), environments=True)
+    rewards.score([row], None)
+    assert (row.environment_reward, row.rewards, len(rewards.infinite([row]))) == (math.inf, [math.inf], 1)
+
+
+def test_a_reward_gets_the_instances_whatever_their_truth():
+    class Empty(Guess):
+        def __len__(self):
+            return 0
+
+    class Own:
+        instance = "a connection"
+
+    held = [ToolUse({}, Empty()), Own(), ToolUse({"add": add})]
+    rows = [Trajectory(row={}, position=0, sample=0, prompt_ids=(1,), environment=each) for each in held]
+    assert of_environments(rows)["environments"] == [held[0].instance, held[1], held[2]]
+
+
+def test_a_tool_is_called_by_the_name_that_the_model_is_told():
+    class Looks:
+        def reset(self, **row):
+            return None
+
+        def _look(self, word: str) -> str:
+            """Look.
+
+            Args:
+                word: For it.
+            """
+            return f"seen {word}"
+
+        look = _look
+
+    conversations = talking(TOKENIZER, source=replace(guesses(Looks), rewards=False))
+    (name,) = [schema["function"]["name"] for schema in conversations.source.schemas]
+    (row,) = conversations.run(rows_of(conversations, 1), saying(asked(name), "so"), prompts())
+    assert shown(row)[1] == ("tool", "seen a")
+
+
+def asked(name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"word": "a"}}}}\n</tool_call>'
+
+
+def test_asynchronous_tools_share_a_loop():
+    """A queue that one call has made, and its task, serve the next; a semaphore of the module those of all rows."""
+    one = asyncio.Semaphore(1)
+    loops, most, now = [], [], [0]
+
+    async def search(word: str) -> str:
+        """Search.
+
+        Args:
+            word: For it.
+        """
+        loops.append(asyncio.get_running_loop())
+        async with one:
+            now[0] += 1
+            most.append(now[0])
+            await asyncio.sleep(0.02)
+            now[0] -= 1
+        return f"found {word}"
+
+    rows = talk(saying(asked("search"), asked("search"), "so"), search, count=4)
+    assert [content for row in rows for role, content in shown(row) if role == "tool"] == ["found a"] * 8
+    assert (len(loops), len(set(loops)), set(most)) == (8, 1, {1})
+
+
+def test_an_asynchronous_tool_that_is_late_is_cancelled():
+    ended, loops = [], []
+
+    async def late(word: str) -> str:
+        """Late.
+
+        Args:
+            word: For it.
+        """
+        loops.append(asyncio.get_running_loop())
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(word)
+            raise
+        return "late"
+
+    error = str({"error": "no answer within 0.3 s"})
+    for _ in range(2):
+        (row,) = talk(saying(asked("late"), "so"), late, tool_timeout_s=0.3)
+        assert shown(row)[1:] == [("tool", error), ("assistant", "so")]
+    assert (ended, len(set(loops))) == (["a", "a"], 1)
+
+
+def test_an_asynchronous_tool_that_does_not_await_holds_itself_alone():
+    never = threading.Event()
+
+    async def held(word: str) -> str:
+        """Held.
+
+        Args:
+            word: For it.
+        """
+        never.wait(60)
+        return "late"
+
+    async def search(word: str) -> str:
+        """Search.
+
+        Args:
+            word: For it.
+        """
+        return "found"
+
+    async def leave(word: str) -> str:
+        """Leave.
+
+        Args:
+            word: For it.
+        """
+        raise SystemExit(3)
+
+    turns = [asked(name) for name in ("held", "search", "leave", "search")]
+    (row,) = talk(saying(*turns, "so"), held, search, leave, tool_timeout_s=0.3, max_turns=8)
+    late, three = str({"error": "no answer within 0.3 s"}), str({"error": "3"})
+    assert [content for role, content in shown(row) if role == "tool"] == [late, "found", three, "found"]
+    never.set()
 
 
 def test_the_environments_that_are_free_are_those_that_were_here():

@@ -7,7 +7,7 @@ import pytest
 
 from perl.base.errors import UserError
 from perl.environments.template import ChatTemplate
-from perl.environments.tools import EnvironmentSource
+from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.records import Completion
 from perl.training.batch import Batch
 from tests.environments.scripted import (
@@ -215,6 +215,28 @@ def test_what_reset_says_has_no_control_tokens():
     (row,) = conversations.run(rows, engine, prompts())
     assert [message["content"] for message in row.row["prompt"]] == ["What is <|im_start|>?", HARMLESS]
     assert row.prompt_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3  # of the system prompt and these
+
+
+@pytest.mark.parametrize(
+    ("own", "added", "seen"),
+    [
+        ("Use <|im_start|>.", " Begin.", "Use <|im_start|>. Begin."),
+        ("Use <|im_start|>.", "<|im_end|>", "Use <|im_start|>.<\u200b|im_end|>"),
+        ("Use <|im_", "start|>", "Use <\u200b|im_start|>"),
+    ],
+)
+def test_what_reset_adds_is_words_alone_and_the_rows_own_prompt_stays(own, added, seen):
+    class Adds:
+        def reset(self, **row):
+            return added
+
+    tokenizer = byte_tokenizer("qwen2_5")
+    conversations = talking(tokenizer, source=EnvironmentSource(make=lambda: ToolUse({}, Adds())))
+    rows = rows_of(conversations, 1)
+    rows[0].row["prompt"][0]["content"] = own
+    engine = Scripted(lambda prompt: text_completion(tokenizer, "so", "<|im_end|>"))
+    (row,) = conversations.run(rows, engine, prompts())
+    assert row.row["prompt"] == [{"role": "user", "content": seen}]
 
 
 def test_a_template_that_ends_the_last_turn_otherwise():

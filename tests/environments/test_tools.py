@@ -4,19 +4,26 @@ import os
 import re
 from types import SimpleNamespace
 
+import pandas
 import pytest
 
 from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.config.schema import EnvironmentConfig
+from perl.config.schema import DatasetConfig, EnvironmentConfig
 from perl.environments import python_tool
-from perl.environments.tools import ToolUse, load_environment
+from perl.environments.scored import row_of_sample
+from perl.environments.tools import ToolUse, columns_of, load_environment
 from perl.grading import Grader
 from perl.rewards.files import ROW
 from perl.rewards.functions import build_rewards, reward_context
+from perl.runs.setup import PROBLEM, build_dataset
+from perl.tasks import load_problems
 from perl.training.preflight import check_metric, check_run, open_conversations
+from tests.tiny import tiny_tokenizer
 
 GOOD = '''
+import functools
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -34,6 +41,36 @@ def bare(a, b):
 def untold(a: int) -> int:
     """Say nothing of a."""
     return a
+
+
+def hinted(a: "list[") -> int:
+    """Hinted.
+
+    Args:
+        a: One.
+    """
+    return 1
+
+
+def unknown(a: "Nowhere") -> int:
+    """Unknown.
+
+    Args:
+        a: One.
+    """
+    return 1
+
+
+def chosen(a: str) -> int:
+    """Chosen.
+
+    Args:
+        a: One (choices: [x, y])
+    """
+    return 1
+
+
+part = functools.partial(add, b=1)
 
 
 class Game:
@@ -87,6 +124,24 @@ class Talks:
         return None
 
 
+class Chat:
+    def reset(self, **kwargs):
+        return None
+
+    def step(self, message: str) -> str:
+        """Say something.
+
+        Args:
+            message: A text.
+        """
+        return "echo " + message
+
+
+class ChatOfARow(Chat):
+    def reset(self, row: str = ""):
+        return None
+
+
 class Fails:
     def __init__(self):
         raise OSError("no server")
@@ -126,6 +181,30 @@ def test_functions_and_a_class_of_trls(file):
         source.check_rows([row | {ROW: '{"where": "a.jsonl:1", "data_source": "d"}'}])
 
 
+def test_reset_gets_all_columns_of_a_row(tmp_path, caplog):
+    """TRL: "all dataset columns". The evaluator's rows are those of a training."""
+    (tmp_path / "env.py").write_text(GOOD)
+    row = {"prompt": [{"role": "user", "content": "Play."}], "word": "crane", "level": 3, "answer": "crane", "task": 1}
+    pandas.DataFrame([row | {"raw": b"x", "tries": [2, 4]}]).to_parquet(tmp_path / "rows.parquet")
+    source = load_environment(EnvironmentConfig(factory=f"{tmp_path}/env.py:Game"))
+    data = DatasetConfig(dataset_name_or_path=str(tmp_path / "rows.parquet"))
+    dataset = build_dataset(data, tiny_tokenizer(), graded=False, columns=True).remove_columns(PROBLEM)
+    (problem,) = load_problems(str(tmp_path / "rows.parquet"), graded=False, columns=True)
+    sample = SimpleNamespace(problem=problem, messages=problem.messages)
+    seen = {"word": "crane", "level": 3, "answer": "crane", "tries": [2, 4], "gold": "crane", "task": problem.task}
+    for given in (dataset[0], row_of_sample(sample)):
+        columns = columns_of(given)
+        assert {name: columns[name] for name in seen} == seen
+        assert source.make().reset(given)[-1]["content"] == "Play.Begin."
+    told = [line for line in caplog.messages if "is not given" in line]
+    assert [line.partition(": ")[2] for line in told[:2]] == [
+        "column task is not given to the environment's reset: a column of that name is perl's own; give it another"
+        " name",
+        "column raw is not given to the environment's reset: bytes is no JSON; store a text or a number",
+    ]
+    assert load_problems(str(tmp_path / "rows.parquet"), graded=False)[0].columns == {}
+
+
 def test_no_more_calls_at_once_than_the_sandbox_runs(monkeypatch):
     """One that waits for its turn there would have its seconds counted."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
@@ -138,15 +217,31 @@ def test_an_environment_of_our_own(file):
     assert source.make() is not source.make()
 
 
+@pytest.mark.parametrize("name", ["Chat", "ChatOfARow"])
+def test_a_tool_of_trls_may_be_called_step(name, file):
+    source = load_environment(EnvironmentConfig(factory=f"{file}:{name}"))
+    assert (source.role, [schema["function"]["name"] for schema in source.schemas]) == ("tool", ["step"])
+    made = source.make()
+    made.reset({"prompt": [{"role": "user", "content": "x"}]})
+    call = {"type": "function", "function": {"name": "step", "arguments": {"message": "hi"}}}
+    assert made.step({"role": "assistant", "content": "", "tool_calls": [call]}) == [
+        {"role": "tool", "name": "step", "content": "echo hi"}
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"tools": ["pyhton"]}, "--config.environment.tools: unknown tool 'pyhton'; did you mean 'python'? known:"),
-        ({"tools": ["FILE:sub"]}, "'sub' is not defined there; functions there: add, bare, untold, Game"),
+        ({"tools": ["FILE:sub"]}, "'sub' is not defined there; functions there: add, bare, untold, hinted"),
         ({"tools": ["FILE:NUMBER"]}, "'NUMBER' is no function"),
         ({"tools": ["none.py:add"]}, "--config.environment.tools: none.py:add: no such file"),
         ({"tools": ["FILE:bare"]}, "bare: Cannot generate JSON schema for bare because it has no docstring!"),
         ({"tools": ["FILE:untold"]}, "a tool has a type hint and, under Args: of its docstring, a line for each"),
+        ({"tools": ["FILE:hinted"]}, "hinted: Forward reference must be an expression"),
+        ({"tools": ["FILE:unknown"]}, "unknown: name 'Nowhere' is not defined; a tool has a type hint and"),
+        ({"tools": ["FILE:chosen"]}, "chosen: Expecting value: line 1 column 2 (char 1); a tool has a type hint"),
+        ({"tools": ["FILE:part"]}, "FILE:part: a partial has no name that a model could call; write a def around it"),
         ({"tools": ["FILE:add", "FILE:add"]}, "two tools are called add; give one another name"),
         ({"factory": "FILE:Gone"}, "--config.environment.factory: FILE:Gone: 'Gone' is not defined there"),
         ({"factory": "FILE:Fails"}, "FILE:Fails() raised OSError: no server"),

@@ -80,3 +80,8 @@ def test_a_full_disk_is_one_line(tmp_path):
     with pytest.raises(UserError, match="No space left"):
         store.append([record("a")])
     assert ("a", 0) not in store
+
+
+def test_half_of_a_surrogate_pair_ends_no_evaluation(tmp_path):
+    Store(tmp_path, {}).append([record("a", completion="\ud800")])
+    assert Store(tmp_path, {}).records["a", 0]["completion"] == "\ud800"

@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from perl.base.errors import UserError
-from perl.grading import Grader
+from perl.grading import Grader, entries
 from perl.grading.entries import answer_of, judge_entry
 from perl.grading.rules import RULES
 from perl.scoring.samples import folder_name
@@ -83,11 +85,45 @@ def test_the_answer_stands_in_the_last_tag():
         "S('1')",
         'sympify ( "1" )',
         "x.subs(1, 2)",
+        r'[S(pi) for pi in ["\x6f\x70\x65\x6e\x28\x29"]]',
+        r'"\x6f\x28\x29" in S.Reals',
+        r'"\x6f\x28\x29" in S.Reals + 3!',
+        "(lambda: 1)()",
+        "[0 for sympy.x in [1]]",
+        "(x := open)(1)",
+        "exp(x.name)",
+        'exp("1")',
+        "exp(*[1])",
+        "1\nS(1)",
+        "(S)(1) + 3!",
+        "str (1) + '2'!",
+        "-" * 5000 + "(1)",
+        "+".join(["(1)"] * 5000),
     ],
 )
 def test_code_is_wrong_unseen(answer):
     """The generator is not asked: there is none of this name."""
     assert judge_entry(answer, ENTRY.replace("chain_sum", "no_such")) == (0.0, None, "wrong")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(6 - 1) * 2",
+        "x**2*sqrt(x)/2 - log(Abs(x)) + C",
+        "3! + (4)",
+        '["a", "b"]',
+        '[("a", -1), {"b": 2}]',
+        "It's [1]",
+        "two (2) apples",
+        "_ Q\n(1)",
+        "((((",
+        "\\frac{1}{2}",
+    ],
+)
+def test_values_and_calculations_are_asked_about(answer, monkeypatch):
+    monkeypatch.setattr(entries, "_scorer", lambda *_: lambda text, entry: float(text == answer))
+    assert judge_entry(answer, ENTRY)[0] == 1.0
 
 
 def test_a_plain_gold_is_a_text():
@@ -164,3 +200,20 @@ def test_refusals(spec, said):
     with pytest.raises(UserError) as error:
         load_problems(spec)
     assert said in str(error.value)
+
+
+def test_a_generator_that_refuses_late_is_one_line(monkeypatch):
+    """As countdown does of a target that no numbers make."""
+
+    class Late:
+        def __getitem__(self, place):
+            raise ValueError("Failed to\ngenerate")
+
+    factory = SimpleNamespace(DATASETS={"chain_sum": (None, None)}, create_dataset=lambda *_, **__: Late())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(factory=factory, __spec__=object()))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    said = (
+        r"^reasoning_gym:chain_sum: the generator makes no problem 1 by these settings \(ValueError: Failed to generate"
+    )
+    with pytest.raises(UserError, match=said):
+        load_problems("reasoning_gym:chain_sum")

@@ -59,6 +59,48 @@ def test_no_faulty_reward_is_missed(name):
     assert (found.verdict, bool(found.faults)) == ("faulty", True)
 
 
+READERS = """
+import functools
+
+def paid(completions):
+    return [float("####" in completion[-1]["content"]) for completion in completions]
+
+class Mine:
+    def __call__(self, completions, gold, **others):
+        return paid([completion for completion, _ in zip(completions, gold)])
+
+def scaled(completions, gold, factor=1.0, **others):
+    return [factor * pay for pay, answer in zip(paid(completions), gold) if answer]
+
+def over(function):
+    def inner(completions, **columns):
+        return function(completions, **columns)
+    return inner
+
+@over
+def decorated(completions, gold, **others):
+    return scaled(completions, gold)
+
+def taken(columns):
+    return list(columns["gold"])
+
+def by_helper(completions, **columns):
+    return paid(completions)[:len(taken(columns))]
+
+def verls(solution_str, ground_truth, factor, **others):
+    return factor * ("####" in solution_str) if ground_truth else 0.0
+
+instance, part, verls_part = Mine(), functools.partial(scaled, factor=2.0), functools.partial(verls, factor=1.0)
+"""
+
+
+@pytest.mark.parametrize("name", ["instance", "part", "decorated", "by_helper", "verls_part"])
+def test_what_reads_the_right_answer_is_not_of_form_alone(name, tmp_path):
+    (tmp_path / "mine.py").write_text(READERS)
+    found = audit(name, load_reward(f"{tmp_path}/mine.py:{name}", {}), ROWS[:3])
+    assert (found.verdict, found.faults[0]) == ("faulty", "reads the right answer, and pays the same whatever that is")
+
+
 @pytest.mark.parametrize("name", SOUND)
 def test_no_sound_reward_is_called_faulty(name):
     found = audit(name, load_reward(f"{FILE}:{name}", {}), ROWS)
