@@ -109,7 +109,7 @@ def test_model_that_the_fast_loop_cannot_serve_falls_back_and_says_so(tmp_path, 
     with caplog.at_level(logging.WARNING):
         together = complete(engine, asked, sampling)
         assert complete(engine, asked[::-1], sampling)[::-1] == together
-    lines = [record.getMessage() for record in caplog.records if record.name == "perl.engines.base"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "perl.base.errors"]
     assert lines == [
         "decoding with the model's own generate, as the decode loop can't serve it:"
         " its cache has DynamicSlidingWindowLayer"
