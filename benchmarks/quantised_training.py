@@ -272,6 +272,43 @@ def sampler_table(results: Sequence[Row]) -> str:
     return markdown(SAMPLER_HEADS, lines)
 
 
+FACTORS_HEADS = ("", "accuracy, points (p)", "mean reward (p)")
+
+
+def factors_table(results: Sequence[Row]) -> str:
+    """Markdown: what one setting changes, averaged over the arms that differ in nothing else, seed by seed."""
+    uncorrected = [arm for arm in ORDER if arm.correction == "none"]
+    pairs = {
+        f"{quantization}, uncorrected": [
+            (arm, replace(arm, quantization="none")) for arm in uncorrected if arm.quantization == quantization
+        ]
+        for quantization in QUANTIZATIONS[1:]
+    }
+    for noise in NOISES[1:]:
+        pairs[f"noise {noise}, uncorrected"] = [
+            (arm, replace(arm, noise=None)) for arm in uncorrected if arm.noise == noise
+        ]
+    for correction in CORRECTIONS[1:]:
+        pairs[f"correction {correction}"] = [
+            (arm, replace(arm, correction="none")) for arm in ORDER if arm.correction == correction
+        ]
+    lines = []
+    for name, of_name in pairs.items():
+        known = [(a, b) for a, b in ((of(results, one), of(results, other)) for one, other in of_name) if a and b]
+        if known:
+            sides = ([row for runs in side for row in runs] for side in zip(*known, strict=True))
+            changed, base = ([mean_run(rows, seed) for seed in sorted({r["seed"] for r in rows})] for rows in sides)
+            lines.append([name, *(difference_of(changed, base, measure) for measure in ("accuracy", "reward"))])
+    return markdown(FACTORS_HEADS, lines)
+
+
+def mean_run(runs: Sequence[Row], seed: int) -> dict[str, Any]:
+    """The runs of a seed as one."""
+    own = [row for row in runs if row["seed"] == seed]
+    rewards = [statistics.mean(row["reward"]) for row in own]
+    return {"seed": seed, "accuracy": statistics.mean(row["accuracy"] for row in own), "reward": rewards}
+
+
 def averaged(runs: Sequence[Row], seed: int, name: str) -> dict[str, Any]:
     """The runs of a seed as one, whose accuracy is the mean of their column `name`."""
     return {"seed": seed, "accuracy": statistics.mean(row[name] for row in runs if row["seed"] == seed)}
@@ -284,6 +321,7 @@ def draw(results: Sequence[Row]) -> None:
         "reward": table(results, "reward"),
         "policy": policy_table(results),
         "sampler": sampler_table(results),
+        "factors": factors_table(results),
     }
     for name, text in tables.items():
         write_between(PAGE, f"quantised-{name}", text)

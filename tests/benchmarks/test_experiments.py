@@ -293,6 +293,17 @@ def test_tables_of_quantised_samplers_compare_with_none_at_the_same_seed():
     ]
 
 
+def test_what_a_setting_changes_is_averaged_over_the_arms_that_differ_in_nothing_else():
+    """int4 has 2 points more without noise and 4 with linear at seed 1, and 0 and 2 at seed 2: 3 and 1, so t = 2 and
+    p = 1 - 2 atan(2) / pi. Rewards are equal."""
+    scores = {"none, no noise, none": (0.5, 0.5), "none, linear, none": (0.6, 0.6)}
+    scores |= {"int4, no noise, none": (0.52, 0.5), "int4, linear, none": (0.64, 0.62)}
+    rows = [row(arm, seed, both[seed - 1], [0.5, 0.7]) for arm, both in scores.items() for seed in (1, 2)]
+    int4, linear = quantised_training.factors_table(rows).splitlines()[2:]
+    assert int4 == f"| int4, uncorrected | +2.0 ({1 - 2 * math.atan(2) / math.pi:.3f}) | +0.000 (1.000) |"
+    assert linear.startswith("| noise linear, uncorrected | +11.0 (")
+
+
 def test_no_run_begins_once_the_stop_file_is_there(tmp_path, capsys):
     (tmp_path / "stop").touch()
     learn_all([quickstart_start(1)], aqn.ARMS, 2, tmp_path / "rows.jsonl", stop=tmp_path / "stop")
