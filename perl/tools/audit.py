@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
             else audit(args.name, functions[0], rows)
         )
     if args.json:
-        print(json.dumps(asdict(found), ensure_ascii=False))
+        plain = json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None)  # JSON has no NaN
+        print(json.dumps(plain, ensure_ascii=False))
     else:
         show(found, Console())
     return EXIT_FAULTY if found.verdict == "faulty" else 0

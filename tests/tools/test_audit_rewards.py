@@ -262,7 +262,7 @@ def test_a_reward_that_hangs_or_ends_its_process_is_faulty(code, fault, tmp_path
     )
     command = [sys.executable, "-m", "perl", "audit", "ends.py:mine", "--deadline_s", "1"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=tmp_path, check=False)
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout, parse_constant=pytest.fail)  # of NaN, which is no JSON
     assert (done.returncode, done.stderr, found["verdict"]) == (1, "", "faulty")
     assert found["faults"] == [fault + found["faults"][0].removeprefix(fault)]
     assert ", empty (" in found["faults"][0]

@@ -18,13 +18,15 @@ from perl.workers.local import ProcessLink
 from perl.workers.worker import Batch, Failed, Ready, Result, WorkerSpec
 
 
-class Reader:
-    """A job that reads what it is sent, and says nothing of it."""
-
+class Job:
     unit = "rows"
 
     def paths(self, weights):
         return []
+
+
+class Reader(Job):
+    """A job that reads what it is sent, and says nothing of it."""
 
     def serve(self, weights, inbox):
         yield Ready(1, 0.0)
@@ -39,13 +41,8 @@ class NotRead:
         return int, ("no number",)
 
 
-class Unreadable:
+class Unreadable(Job):
     """A job that answers with what the parent cannot import."""
-
-    unit = "rows"
-
-    def paths(self, weights):
-        return []
 
     def serve(self, weights, inbox):
         module = sys.modules["here_alone"] = ModuleType("here_alone")
@@ -55,13 +52,8 @@ class Unreadable:
         inbox.next_weights(wait=True)
 
 
-class Forking:
+class Forking(Job):
     """A job that has a child, whose process id it answers with, as a tool may have several."""
-
-    unit = "rows"
-
-    def paths(self, weights):
-        return []
 
     def serve(self, weights, inbox):
         if (child := os.fork()) == 0:
@@ -71,13 +63,8 @@ class Forking:
         inbox.next_weights(wait=True)
 
 
-class Starting:
+class Starting(Job):
     """A job that has a program ended by SIGTERM, whose exit code it answers with."""
-
-    unit = "rows"
-
-    def paths(self, weights):
-        return []
 
     def serve(self, weights, inbox):
         yield Ready(1, 0.0)
