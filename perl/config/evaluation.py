@@ -30,8 +30,8 @@ class EvalConfig:
         dp_size: how many copies of the model, each in its own process on its own device (on a CPU: its own cores).
         tp_size: devices that one copy is spread over (--use_vllm only).
         executor: local starts the workers on this machine, ray in a Ray cluster, one a NPU, GPU or CPU slot.
-        ray_address: address of the cluster (--executor ray only); auto: RAY_ADDRESS, else the cluster that runs on this
-            machine, else one that is started for this run.
+        ray_address: address of the cluster (--executor ray only); auto: RAY_ADDRESS, else the cluster that `ray start`
+            began on this machine, else one that is started for this run.
         dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
         quantization: as rollout.quantization of a training, of the merged model; with --adapter_mode lora of the base
             below the adapter, as in training; on a CPU, elsewhere with --use_vllm.

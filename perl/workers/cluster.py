@@ -158,8 +158,8 @@ class RayExecutor:
         """Args:
             dp_size: workers.
             tp_size: devices of each.
-            address: of the cluster; "auto": $RAY_ADDRESS, else the cluster that runs on this machine, else one of its
-                own that ends with the run.
+            address: of the cluster; "auto": $RAY_ADDRESS, else the cluster that `ray start` began on this machine, else
+                one of its own that ends with the run.
             taken: as in make_executor.
 
         Raises:
@@ -219,14 +219,14 @@ def _join(address: str, flags: Flags) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     named, flag = _named(address, flags)
+    if named == "auto" and (why := _none_here()):
+        ray.init(address="local", include_dashboard=False, **options)
+        logger.info("Ray: %s, so a cluster was started for this run", why)
+        return "of this machine"
     try:
         ray.init(address=named, **options)
     except (OSError, ValueError) as error:  # ConnectionError among them
-        if named != "auto":
-            raise _no_answer(named, flag, error) from error
-        ray.init(address="local", include_dashboard=False, **options)
-        logger.info("Ray: no cluster runs on this machine, so one was started for this run")
-        return "of this machine"
+        raise _no_answer(named, flag, error) from error
     except (RayError, RuntimeError) as error:  # a token, or another version of Ray or Python
         raise UserError(f"{flag} {named}: Ray does not let this process join: {error}") from error
     where = f"at {ray.get_runtime_context().gcs_address}"
@@ -239,15 +239,38 @@ def _named(address: str, flags: Flags) -> tuple[str, str]:
     return (os.environ.get("RAY_ADDRESS", "auto"), "RAY_ADDRESS") if address == "auto" else (address, flags.address)
 
 
+def _none_here() -> str:
+    """Why there is no cluster on this machine to be joined; "": there is one.
+
+    `ray start` writes its address into a file that is left behind where the cluster was killed, or the machine started
+    again: Ray itself would then try for a quarter of an hour. A cluster that another run has started for itself is in
+    no such file, and ends with that run.
+    """
+    folder = next(filter(None, map(os.environ.get, ("RAY_TMPDIR", "TMPDIR"))), "/tmp")
+    file = Path(folder, "ray", "ray_current_cluster")
+    if not file.is_file():
+        return "none was started on this machine by ray start"
+    address = file.read_text().strip()
+    error = _unanswered(address)
+    return f"nothing answers at {address}, which {file} names ({error})" if error else ""
+
+
 def require_port(address: str, flags: Flags) -> None:
     """Raise a UserError when nothing listens at HOST:PORT, as ray.init would try for minutes."""
     named, flag = _named(address, flags)
-    host, _, port = named.rpartition(":")
+    if error := _unanswered(named):
+        raise _no_answer(named, flag, error) from error
+
+
+def _unanswered(address: str) -> OSError | None:
+    """The error of connecting to HOST:PORT; None: something listens, or it is no such address."""
+    host, _, port = address.rpartition(":")
     try:
         if host and port.isdecimal():
             socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
     except OSError as error:
-        raise _no_answer(named, flag, error) from error
+        return error
+    return None
 
 
 def _no_answer(named: str, flag: str, error: Exception) -> UserError:

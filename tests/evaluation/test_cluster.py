@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +253,21 @@ def test_a_slot_of_another_kind_of_device_is_an_error():
 def test_an_address_where_nobody_listens_is_an_error_at_once():
     with pytest.raises(UserError, match=r"--ray_address 127\.0\.0\.1:1: no Ray cluster answers"):
         make_executor("ray", 1, ray_address="127.0.0.1:1")
+
+
+@pytest.mark.ray
+def test_a_cluster_that_was_killed_is_not_joined(monkeypatch, caplog):
+    """Its address is left behind; Ray would ask there for a quarter of an hour."""
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets lie below it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        left = Path(folder, "ray", "ray_current_cluster")
+        left.parent.mkdir()
+        left.write_text("127.0.0.1:1\n")
+        with caplog.at_level("INFO"):
+            make_executor("ray", 1).close()
+        assert f"nothing answers at 127.0.0.1:1, which {left} names" in caplog.text
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
