@@ -12,15 +12,17 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import adapted_layers
 from perl.adapters.none import has_adapter
 from perl.base.errors import UserError
+from perl.device import products as npu
 from perl.device.sharding import is_split
 from perl.engines.base import evaluation_mode
-from perl.engines.quantised import GROUP, SCHEMES, QuantisedLayers, available, require_cpu, wide_inputs
+from perl.engines.quantised import GROUP, SCHEMES, QuantisedLayers, available, require_products, wide_inputs
 
 log = logging.getLogger(__name__)
 FLAG, BY_VLLM = "--config.rollout.quantization", "--config.rollout.engine vllm"
@@ -53,20 +55,18 @@ class QuantisedBase:
             self._wide = wide_inputs(model, layers, SCHEMES[quantization])
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """Inside, the base computes by `quantization`, in the dtype of the hidden states, and the adapter's updates in
-        fewer products (perl.adapters.batched). The adapter must not change inside, and nothing can be
-        differentiated."""
+        fewer products (perl.adapters.batched, which says what dtype is). The adapter must not change inside, and
+        nothing can be differentiated."""
         if self.layers is None:
             self.layers = self._made()
-        with self.layers.applied(), self._batched.applied(self._adapted):
+        with self.layers.applied(), self._batched.applied(self._adapted, dtype):
             yield
 
     def _made(self) -> QuantisedLayers:
         layers = quantisable(self.model, self.quantization, *self._said)  # FSDP2 may have split it since
-        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-        head = getattr(head, "base_layer", head)  # below an adapter of its own
-        made = QuantisedLayers(layers, head, SCHEMES[self.quantization], self._wide)
+        made = QuantisedLayers(layers, head_of(self.model), SCHEMES[self.quantization], self._wide)
         whole = sum(layer.weight.nbytes for layer in layers)
         log.info(
             "%s: %d linear layers in %.1f MB, %.1f MB as they are", self.quantization, len(layers), made.nbytes / 1e6,
@@ -107,21 +107,32 @@ def quantisable(
             )
         own |= set(module.modules()) - {base}
     scheme = SCHEMES[quantization]
-    if not available(scheme):
-        raise UserError(f"{flag}: no exact {scheme.bits}-bit products by this torch on this processor; write none")
     layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
+    for kind in sorted({layer.weight.device.type for layer in layers}):
+        require_products(kind, flag, by_vllm)
+        if not available(scheme, kind):
+            no = f"no exact {scheme.bits}-bit products by this torch on this processor"
+            raise UserError(f"{flag}: {npu.missing() if npu.multiply_on(kind) else no}; write none")
     if other := other_matrix(model, {*layers, *own}):
         raise UserError(f"{flag}: {other} is of no linear layer, and would stay as it is; write none")
+    head = head_of(model)
     for layer in layers:
         weight = layer.weight
-        require_cpu(weight.device.type, flag, by_vllm)
         if weight.numel() == 0 or is_split(weight):
             raise UserError(f"{flag}: the weights are split over the devices, and quantised whole alone; write none")
         if scheme.group and weight.shape[1] % scheme.group:
             raise UserError(
                 f"{flag}: a layer has {weight.shape[1]} inputs, which are no whole groups of {GROUP}; write int8"
             )
+        if npu.multiply_on(weight.device.type) and layer is not head and (why := npu.refused(weight, scheme.bits)):
+            raise UserError(f"{flag}: {why}; write none")
     return layers
+
+
+def head_of(model: Any) -> nn.Module | None:
+    """What gives logits, below an adapter of its own."""
+    head = model.get_output_embeddings()
+    return getattr(head, "base_layer", head)
 
 
 def other_matrix(model: nn.Module, layers: Collection[nn.Module]) -> str | None:

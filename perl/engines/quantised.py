@@ -1,4 +1,4 @@
-"""Linear layers whose weights are whole numbers: how a weight becomes them, and their products on a CPU.
+"""Linear layers whose weights are whole numbers: how a weight becomes them, and their products on a CPU and on NPUs.
 
     int8, int8_w8a8   W[o, i] ~ scale[o] * w[o, i],      scale[o] = max_i |W[o, i]| / 127        (symmetric, per output)
     int4              W[o, i] ~ scale[o, g] * w[o, i],   scale[o, g] = -(that of largest |W|) / 8,  -8 <= w <= 7
@@ -16,6 +16,9 @@ A product of int8 numbers, y[r, o] = s[r] * scale[o] * sum_i a[r, i] w[o, i], is
 changes; torch's product of int4 weights adds up a row by itself. So a row's bits depend on nothing but the row. oneDNN
 is given a + 128 without sign, and subtracts 128 itself: with signs it takes 3,000 times as long where the processor has
 VNNI and no AMX.
+
+On NPUs torch_npu multiplies, in bfloat16: int8 and int4 with x as it is, int8_w8a8 with all inputs in 8 bits. The head
+stays as it is there.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from torch import nn
 
 from perl.adapters.probe import probe_tokens
 from perl.base.errors import UserError
+from perl.device import products as npu
 
 Quantisation = Literal["none", "int8", "int8_w8a8", "int4"]
 ZERO_BYTES = 2
@@ -56,7 +60,7 @@ class Scheme:
         return self.bits / 8 + (2 / self.group if self.group else 0.0)
 
     def copied_bytes(self, linear: int, outputs: int, head: int, vocabulary: int) -> int:
-        """Of the copy that `QuantisedLayers` makes, the head in 8 bits.
+        """Of the copy that `QuantisedLayers` makes on a CPU, the head in 8 bits.
 
         Args:
             linear, outputs: weights and outputs of all linear layers but the head.
@@ -65,6 +69,10 @@ class Scheme:
         zeros = ZERO_BYTES / self.group if self.group else 0.0
         layers = round(linear * (self.bytes_a_weight + zeros)) + outputs * self.bytes_an_output
         return layers + head + vocabulary * SCHEMES["int8"].bytes_an_output
+
+    def npu_bytes(self, linear: int, outputs: int) -> int:
+        """As `copied_bytes`, on an NPU."""
+        return round(linear * self.bytes_a_weight) + outputs * self.bytes_an_output
 
     @property
     def bytes_an_output(self) -> int:
@@ -98,10 +106,11 @@ def by_size() -> list[str]:
 
 
 class QuantisedLayers:
-    """Copies of the linear layers of a model that compute in their place inside `applied`. The head keeps 8 bits.
+    """Copies of the linear layers of a model that compute in their place inside `applied`. The head keeps 8 bits, on an
+    NPU all that it has.
 
     Args:
-        layers: whose weights are whole, on a CPU, and stay as they are.
+        layers: whose weights are whole, all on a CPU or an NPU, and stay as they are.
         head: of them, the one that gives logits, or None.
         wide: by layer, which inputs keep 16 bits where others have 8 (`wide_inputs`).
     """
@@ -113,17 +122,20 @@ class QuantisedLayers:
         scheme: Scheme,
         wide: Mapping[nn.Linear, torch.Tensor] | None = None,
     ):
-        self.layers = layers
         self._states = states = HiddenStates()
         none = torch.empty(0, dtype=torch.int64)
+        by_npu = npu.multiply_on(layers[0].weight.device.type)
+        self.layers = [layer for layer in layers if layer is not head] if by_npu else layers
 
         def product(layer: nn.Linear) -> QuantisedProduct:
+            if by_npu:
+                return NPUProduct(layer.weight, layer.bias, scheme)
             if scheme.bits == 4 and layer is not head:
                 return Int4Product(layer.weight, layer.bias)
             inputs = None if scheme.activation_bits == 16 else (wide or {}).get(layer, none)
             return Int8Product(layer.weight, layer.bias, states, inputs)
 
-        self.products = [product(layer) for layer in layers]
+        self.products = [product(layer) for layer in self.layers]
         self.nbytes = sum(product.nbytes for product in self.products)
 
     @contextlib.contextmanager
@@ -141,12 +153,12 @@ class QuantisedLayers:
 @torch.no_grad()
 def wide_inputs(model: Any, layers: Sequence[nn.Linear], scheme: Scheme) -> dict[nn.Linear, torch.Tensor]:
     """By layer, the WIDE inputs that are largest anywhere in a forward of the probe's tokens, int64 in ascending order;
-    a quarter of them at most. None where all of a scheme's have 16 bits.
+    a quarter of them at most. None where all of a scheme's have 16 bits, or on NPUs none.
 
     Args:
         model: in evaluation mode, without an adapter in its forward.
     """
-    if scheme.activation_bits == 16:
+    if scheme.activation_bits == 16 or npu.multiply_on(layers[0].weight.device.type):
         return {}
     found: dict[nn.Linear, torch.Tensor] = {}
 
@@ -293,6 +305,36 @@ class Int4Product:
         return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
 
 
+class NPUProduct:
+    """By torch_npu, in bfloat16. See `QuantisedProduct`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme):
+        weight, self.group = weight.detach(), 0
+        if scheme.bits == 4:
+            numbers, scale = quantise_by_blocks(weight, quantise_groups)
+            self.weight, scale = npu.pack_int4(numbers), scale.t().contiguous()
+            self.group = GROUP if len(scale) > 1 else 0
+        else:
+            numbers, scale = quantise_by_blocks(weight, quantise_outputs)
+            self.weight, scale = numbers.t(), scale.t().contiguous()
+        self.by_rows = scheme.activation_bits == 8
+        if self.by_rows:
+            self.weight = self.weight.contiguous()
+        self.scale = scale.flatten() if self.by_rows else scale.to(torch.bfloat16)
+        self.bias = None if bias is None else bias.detach().float()
+        self.outputs, self.nbytes = len(weight), self.weight.nbytes + self.scale.nbytes
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        if not len(rows):
+            return x.new_empty((*x.shape[:-1], self.outputs))
+        if self.by_rows:
+            product = npu.by_rows(rows, self.weight, self.scale, self.bias)
+        else:
+            product = npu.weight_only(rows, self.weight, self.scale, self.bias, self.group)
+        return product.to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+
 def quantise_by_blocks(
     weight: torch.Tensor, quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,6 +343,13 @@ def quantise_by_blocks(
     rows = max(1, BLOCK // weight.shape[1])
     made = [(numbers.to(torch.int8), scale) for numbers, scale in (quantise(b.float()) for b in weight.split(rows))]
     return torch.cat([numbers for numbers, _ in made]), torch.cat([scale for _, scale in made])
+
+
+def quantising_bytes(numbers: int, scheme: Scheme) -> int:
+    """What quantising a weight of so many numbers takes for a moment: BLOCK of them in float32 and what is made of
+    them, and all in 8 bits; of int4 all in 32 and 8 bits, twice, to be packed. Measured with [18944, 3584]: int8 3.7
+    bytes a number, int4 5.8."""
+    return max(12 * min(BLOCK, numbers) + numbers, 6 * numbers if scheme.bits == 4 else 0)
 
 
 def quantise_rows(rows: torch.Tensor, largest: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,6 +369,12 @@ def quantise_rows(rows: torch.Tensor, largest: torch.Tensor | int) -> tuple[torc
     return (rows * scale.reciprocal()).round_(), scale  # to divide takes three times as long
 
 
+def quantise_outputs(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantise_rows` of a weight, float32 [out, in], with scales that have the value of a bfloat16."""
+    scale = weight.abs().amax(dim=1, keepdim=True).div_(LARGEST).clamp_min_(SMALLEST).to(torch.bfloat16).float()
+    return (weight / scale).round_().clamp_(-LARGEST, LARGEST), scale
+
+
 def quantise_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [out, in] as whole numbers from -8 to 7, still float32, and the scale of each GROUP inputs, float32
     [out, in / GROUP] with the value of a bfloat16. The weight of a group that is largest without its sign is -8."""
@@ -330,24 +385,31 @@ def quantise_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (groups / scale).round_().clamp_(-8, 7).flatten(1), scale[..., 0]
 
 
-def require_cpu(kind: str, flag: str, by_vllm: str) -> None:
+def multiplies(kind: str) -> bool:
+    """Whether there are products of quantised weights here on this kind of device."""
+    return kind == "cpu" or npu.multiply_on(kind)
+
+
+def require_products(kind: str, flag: str, by_vllm: str) -> None:
     """A UserError for weights on another device.
 
     Args:
         flag: what the user wrote, with its value.
         by_vllm: what is to be written for vLLM.
     """
-    if kind != "cpu":
+    if not multiplies(kind):
         raise UserError(
-            f"{flag}: the weights are on {kind}, and without vLLM quantised ones are multiplied on a CPU alone; write"
-            f" {by_vllm}, or none"
+            f"{flag}: the weights are on {kind}, and without vLLM quantised ones are multiplied on CPUs and NPUs alone;"
+            f" write {by_vllm}, or none"
         )
 
 
 @functools.cache
-def available(scheme: Scheme) -> bool:
-    """Whether torch has the products, and of int8 numbers exact ones: without VNNI (or ARM's like) oneDNN adds pairs of
-    them up in 16 bits, where they do not fit. They are its own compiler's, there are no public ones."""
+def available(scheme: Scheme, kind: str = "cpu") -> bool:
+    """Whether torch has the products, and on a CPU of int8 numbers exact ones: without VNNI (or ARM's like) oneDNN adds
+    pairs of them up in 16 bits, where they do not fit. They are its own compiler's, there are no public ones."""
+    if npu.multiply_on(kind):
+        return npu.missing() is None
     if scheme.bits == 4:
         names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
         return all(hasattr(torch.ops.aten, name) for name in names)

@@ -78,14 +78,16 @@ class TorchPolicyEngine(InProcess, TorchEngine):
     ):
         require_possible(generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        self.quantised: QuantisedBase | None = None
         if config.quantization != "none":
             self.itemsize = SCHEMES[config.quantization].bits / 8
             if has_images(processing):
                 raise UserError(
                     f"--config.rollout.quantization {config.quantization}: is of models of text alone; write none"
                 )
-        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
-        self.quantised = None if config.quantization == "none" else QuantisedBase(model, config.quantization)
+            with gathered():
+                self.quantised = QuantisedBase(model, config.quantization)
         self.plain = config.engine == "generate"
         self.weights, self.merging = Weights(), False
         self.piece_size = config.piece_size
@@ -201,7 +203,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         weights, noisy = self.weights, contextlib.nullcontext()
         if self.noise is not None:
             noisy = self.noise.applied(weights.sigma, (weights.version, weights.draw))
-        base = self.quantised.applied() if quantised and self.quantised else self.merge.applied(dtype)
+        base = self.quantised.applied(dtype) if quantised and self.quantised else self.merge.applied(dtype)
         with self.gathered(), self.copies.applied(), evaluation_mode(self.model), noisy, base:
             yield
 

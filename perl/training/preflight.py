@@ -216,6 +216,16 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.piece_size {config.rollout.piece_size}: under {strategy} the processes draw together,"
             " not in pieces of their own; write --config.rollout.workers 1 or more, or leave it out"
         )
+    quantization, by_vllm = config.rollout.quantization, config.training.use_vllm
+    if quantization != "none" and strategy == "fsdp2" and not by_vllm:
+        flag = f"--config.rollout.quantization {quantization}: FSDP2 gathers each layer's own weights"
+        if not config.rollout.workers:
+            raise UserError(
+                f"{flag} to draw; write --config.rollout.workers 1 or more, start with DDP or ZeRO"
+                " (scripts/accelerate), or write none"
+            )
+        if config.validation.quantized:
+            raise UserError(f"{flag} to validate; write --config.validation.quantized false")
     if config.rollout.workers and config.rollout.executor == "processes":
         require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
     if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:

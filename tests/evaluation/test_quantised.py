@@ -19,7 +19,7 @@ from perl.adapters.merge import merge_adapter
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.engines.hf import HFEngine
-from perl.engines.quantised import LARGEST, SCHEMES, quantise_groups, quantise_rows, require_cpu
+from perl.engines.quantised import LARGEST, SCHEMES, quantise_groups, quantise_rows, require_products
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.compare import compare
 from perl.evaluation.run import evaluate
@@ -127,13 +127,14 @@ def test_a_model_of_images_is_refused(settings, tmp_path):
         Setup.of(replace(settings, model=str(tmp_path / "base"), quantization="int8"))
 
 
-def test_without_vllm_it_is_a_cpus():
-    require_cpu("cpu", "--quantization int8", "--use_vllm")
+def test_without_vllm_it_is_a_cpus_or_an_npus():
+    require_products("cpu", "--quantization int8", "--use_vllm")
+    require_products("npu", "--quantization int8", "--use_vllm")
     with pytest.raises(UserError) as refused:
-        require_cpu("npu", "--quantization int8", "--use_vllm")
+        require_products("cuda", "--quantization int8", "--use_vllm")
     assert str(refused.value) == (
-        "--quantization int8: the weights are on npu, and without vLLM quantised ones are multiplied on a CPU alone;"
-        " write --use_vllm, or none"
+        "--quantization int8: the weights are on cuda, and without vLLM quantised ones are multiplied on CPUs and NPUs"
+        " alone; write --use_vllm, or none"
     )
 
 

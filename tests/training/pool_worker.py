@@ -60,14 +60,15 @@ def hand_out_late(seconds: float) -> None:
 
 def compare(out: Path, model: str, lag: int, settings: dict[str, Any]) -> dict[str, Any]:
     whole, trainer = train(model, out / "whole", lag, None, dict(settings))
-    logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
+    logged = [row for row in trainer.state.log_history if "rollout/logp_kl" in row]
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     resumed, _ = train(model, out / "whole", lag, str(out / "whole" / f"checkpoint-{CUT}"), dict(settings))
     return {
         "same": whole == resumed,
-        "staleness": [row["pool/staleness"] for row in logged],
-        "mismatch": max(row["rollout/engine_mismatch"] for row in logged),
+        "staleness": [row.get("pool/staleness", 0.0) for row in logged],
+        "mismatch": max(row.get("rollout/engine_mismatch", 0.0) for row in logged),
+        "quantization_kl": [row.get("rollout/quantization_kl", 0.0) for row in logged],
         "digest": hashlib.sha256(whole).hexdigest(),
     }
 

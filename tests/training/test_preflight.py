@@ -52,6 +52,17 @@ def test_an_older_policy_needs_gathered_weights_under_zero3(ahead, monkeypatch):
         check_engine(config(*flags, "false"))
 
 
+def test_under_fsdp2_a_quantised_base_is_the_workers(monkeypatch):
+    monkeypatch.setattr("perl.training.preflight.strategy_of", lambda training: "fsdp2")
+    flags = ["--config.rollout.quantization", "int8"]
+    with pytest.raises(UserError, match=r"int8: FSDP2 gathers .* to draw; write --config\.rollout\.workers 1 or more"):
+        check_engine(config(*flags))
+    flags += ["--config.rollout.workers", "1", "--config.validation.quantized"]
+    check_engine(config(*flags, "false"))
+    with pytest.raises(UserError, match=r"to validate; write --config\.validation\.quantized false$"):
+        check_engine(config(*flags, "true"))
+
+
 RAY = ["--config.rollout.workers", "1", "--config.rollout.executor", "ray", "--config.rollout.ray_address"]
 
 

@@ -22,6 +22,7 @@ from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
+from perl.engines.quantised import require_products
 from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.models.nf4 import FIELDS
 from perl.models.quantised_base import bits_of, described, fields_of
@@ -195,10 +196,9 @@ def job_of(
             prompt=0, completion=longest, group=1, steps_per_generation=rows, engine=None, packed=False, **common
         )
     training, rollout = config.training, config.rollout
-    if rollout.quantization != "none" and rollout.engine == "fast" and not device.cpu:
-        raise UserError(
-            f"--config.rollout.quantization {rollout.quantization}: engine fast has such products on a CPU, and this"
-            f" plan is for {device.name}; write --config.rollout.quantization none"
+    if rollout.quantization != "none" and rollout.engine == "fast":
+        require_products(
+            device.kind, f"--config.rollout.quantization {rollout.quantization}", "--config.rollout.engine vllm"
         )
     return Job(
         prompt=_needed(config.dataset.max_prompt_length, "dataset.max_prompt_length", "prompt"),

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perl.device import Kind
-from perl.engines.quantised import SCHEMES
+from perl.device import products as npu
+from perl.engines.quantised import SCHEMES, quantising_bytes
 
 GB = 2**30
 """As nvidia-smi and npu-smi mean it."""
@@ -340,12 +341,17 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
     """KV cache; for a moment the prompts at once (one layer's activations without gradients and the last token's
     logits) or a decode step: float32 logits [rows, V], divided by the temperature, their softmax and its cumulative
     sum, sorted with places (12 bytes) and three more where top_p truncates. Without a kernel that reads blocks one
-    layer's keys and values are read out of the cache. On a CPU float32 weights are laid out again for oneDNN, or, the
-    head too, quantised once for the whole run."""
+    layer's keys and values are read out of the cache. On a CPU float32 weights are laid out again for oneDNN. Or they
+    are quantised once for the whole run, on a CPU the head too."""
     if job.quantization != "none":
         head, layers = shape.vocabulary * shape.hidden, shape.outputs - shape.vocabulary
-        copy = SCHEMES[job.quantization].copied_bytes(shape.linear - head, layers, head, shape.vocabulary)
+        scheme, largest = SCHEMES[job.quantization], shape.hidden * shape.intermediate
+        if npu.multiply_on(device.kind):
+            copy = scheme.npu_bytes(shape.linear - head, layers)
+        else:
+            copy, largest = scheme.copied_bytes(shape.linear - head, layers, head, shape.vocabulary), max(head, largest)
         yield Item(job.quantization + COPY, copy, "both")
+        yield Item("quantising a layer", quantising_bytes(largest, scheme), "rollout", True)
         free -= copy
     elif device.cpu and job.sampled_bytes == 4:  # of a base in fewer bits the head
         copy = 4 * (shape.vocabulary * shape.hidden if job.loaded else shape.linear)

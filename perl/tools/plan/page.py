@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from perl.adapters.applied import STRATEGIES
-from perl.engines.quantised import by_size
+from perl.engines.quantised import by_size, multiplies
 from perl.tools.plan.devices import SIZES
 from perl.tools.plan.memory import (
     COPY,
@@ -66,7 +66,9 @@ class Plan:
             return
         whole = dataclasses.replace(self.job, loaded=None, quantization="none")
         yield "as it is", whole
-        if self.job.engine == "vllm" or (self.job.engine == "fast" and self.device.cpu):
+        by_layer = self.job.parallel == "fsdp2" and not self.job.workers
+        own = self.job.engine == "fast" and multiplies(self.device.kind) and not by_layer
+        if self.job.engine == "vllm" or own:
             for name in by_size():
                 yield f"rollouts in {name}", dataclasses.replace(whole, quantization=name)
         if self.job.engine != "vllm" and self.job.parallel not in STRATEGIES:

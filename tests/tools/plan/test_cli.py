@@ -186,6 +186,16 @@ def test_rollouts_by_a_copy_on_a_cpu(plan):
     assert f"{copy / 2**30:.2f}" in this
 
 
+def test_rollouts_by_a_copy_on_an_npu(plan):
+    """The head stays as it is; int4 has a bfloat16 scale for 32 weights. A layer is packed in 6 bytes a number."""
+    flags = RECIPE, MODEL, QWEN, "--device", "910b", "--config.rollout.quantization", "int4", "--json"
+    sizes = {item["name"]: item["bytes"] for item in json.loads(plan(*flags))["items"]}
+    assert sizes["int4 copy for rollouts"] == LINEAR // 2 + 2 * LINEAR // 32
+    assert sizes["quantising a layer"] == 6 * 3584 * 18944
+    split = json.loads(plan(*flags[:5], "--json", "--count", "2", "--parallel", "fsdp2"))
+    assert split["by_quantisation"].keys() == {"as it is"}
+
+
 def test_which_devices_a_quantised_base_is_enough_for(plan):
     """Qwen2.5-7B next to vLLM, whose share of 0.3 holds 14.2 GB on 64 GB, and not on 32."""
     flags = RECIPE, MODEL, QWEN, "--device", "h100", "--config.training.use_vllm", "true", "--json"
@@ -305,9 +315,9 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
             "quantization_config has no place there; write --config.model.quantization nf4",
         ),
         (
-            ["--config.rollout.quantization", "int8", "--device", "910b"],
+            ["--config.rollout.quantization", "int8", "--device", "h100"],
             None,
-            "engine fast has such products on a CPU, and this plan is for 910b",
+            "the weights are on cuda, and without vLLM quantised ones are multiplied on CPUs and NPUs alone",
         ),
         (["--method", "rl"], None, "--method: unknown method 'rl'"),
         (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),

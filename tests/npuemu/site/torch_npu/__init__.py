@@ -69,6 +69,12 @@ from .attention import (  # noqa: E402
     npu_fused_infer_attention_score,
     npu_fusion_attention,
 )
+from .quantised import (  # noqa: E402
+    npu_convert_weight_to_int4pack,
+    npu_dynamic_quant,
+    npu_quant_matmul,
+    npu_weight_quant_batchmatmul,
+)
 
 
 def _emulator_counters():
@@ -85,4 +91,13 @@ def _emulator_counters():
     return counters
 
 
-__all__ = ["IS_EMULATED", "npu", "npu_fused_infer_attention_score", "npu_fusion_attention"]
+__all__ = [
+    "IS_EMULATED",
+    "npu",
+    "npu_convert_weight_to_int4pack",
+    "npu_dynamic_quant",
+    "npu_fused_infer_attention_score",
+    "npu_fusion_attention",
+    "npu_quant_matmul",
+    "npu_weight_quant_batchmatmul",
+]
