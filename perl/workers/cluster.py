@@ -26,7 +26,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from perl import device
 from perl.base.errors import UserError
 from perl.device import RAY_RESOURCE, Devices, Kind
-from perl.workers.local import ProcessLink
+from perl.workers.local import KILL_S, ProcessLink
 from perl.workers.worker import Batch, Deliver, Failed, WorkerEvent, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ SLOTS_TIMEOUT_S = 15.0
 """How long slots that a run before has left may take to become free."""
 PLACEMENT_TIMEOUT_S = 60.0
 """How long Ray may take to start one actor."""
-KILL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = KILL_S + 5.0
 NOT_BY_RAY = "RAY_kill_child_processes_on_worker_exit"
 """As it ends an actor Ray would end the worker's process alone; by itself that ends with all that it has started."""
 PROBE_TIMEOUT_S = 5.0
@@ -88,10 +88,9 @@ class WorkerActor:
                 events.append(self._events.get_nowait())
         return events
 
-    def end(self) -> None:
-        """The worker and all its processes."""
-        if self._link is not None:
-            self._link.kill()
+    def end(self) -> int | None:
+        """End the worker and all its processes. Returns the one that SIGKILL does not end."""
+        return None if self._link is None else self._link.kill()
 
     def exit_reason(self) -> str:
         return self._lost or (self._link.exit_reason() if self._link is not None else "")
@@ -120,12 +119,16 @@ class ActorLink:
         self._listener.join(timeout)
 
     def kill(self) -> int | None:
-        """First by its actor: a worker that hangs does not see that it has gone."""
+        """First by its actor: a worker that hangs does not see that it has gone. Where its process does not end, the
+        actor stays: Ray would give the device to another one."""
+        process: Any = None
         if self._placed:
             with contextlib.suppress(RayError):
-                ray.get(self._actor.end.remote(), timeout=KILL_TIMEOUT_S)
-        ray.kill(self._actor)
+                process = ray.get(self._actor.end.remote(), timeout=KILL_TIMEOUT_S)
+        if process is None:
+            ray.kill(self._actor)
         self._listener.join(KILL_TIMEOUT_S)
+        return process
 
     def exit_reason(self) -> str:
         return self._exit_reason

@@ -226,6 +226,32 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path, hangs):
         executor.close()
 
 
+class Stuck(WorkerActor):
+    """Its worker's process waits in the kernel."""
+
+    def end(self) -> int | None:
+        super().end()
+        return 4242
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_process_that_does_not_end_keeps_its_slot(tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(cluster, "WorkerActor", Stuck)
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    with ray_cluster({"num_cpus": 1}) as nodes:
+        executor = make_executor("ray", 1, ray_address=nodes.address)
+        job: Any = Lengths()
+        spec = WorkerSpec(index=0, device="cpu", job=job, weights=0, environment={}, log=tmp_path / "log")
+        link = executor.start(spec, events.put)
+        assert isinstance(events.get(timeout=120), Ready)
+        assert link.kill() == 4242
+        assert not ray.available_resources().get("CPU")
+        executor.close()
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_large_batch_is_not_overtaken_on_its_way_to_another_node(tmp_path):
