@@ -117,7 +117,7 @@ class Arm:
         return settings | ({"rollout.behaviour": "exact"} if self.correction == "exact" else {})
 
 
-QUANTIZATIONS: tuple[Quantisation, ...] = ("none", "int8", "int4")
+QUANTIZATIONS: tuple[Quantisation, ...] = ("none", "int8", "int4", "nvfp4")
 NOISES = (None, "linear", "exponential", "target_kl")
 EVERY = [Arm(q, noise, correction) for q in QUANTIZATIONS for noise in NOISES for correction in CORRECTIONS]
 ORDER = sorted(

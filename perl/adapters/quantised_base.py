@@ -22,7 +22,7 @@ from perl.base.errors import UserError
 from perl.device import products as npu
 from perl.device.sharding import is_split
 from perl.engines.base import evaluation_mode
-from perl.engines.quantised import GROUP, SCHEMES, QuantisedLayers, available, require_products, wide_inputs
+from perl.engines.quantised import SCHEMES, QuantisedLayers, lacking, require_products, wide_inputs
 
 log = logging.getLogger(__name__)
 FLAG, BY_VLLM = "--config.rollout.quantization", "--config.rollout.engine vllm"
@@ -67,11 +67,9 @@ class QuantisedBase:
     def _made(self) -> QuantisedLayers:
         layers = quantisable(self.model, self.quantization, *self._said)  # FSDP2 may have split it since
         made = QuantisedLayers(layers, head_of(self.model), SCHEMES[self.quantization], self._wide)
-        whole = sum(layer.weight.nbytes for layer in layers)
-        log.info(
-            "%s: %d linear layers in %.1f MB, %.1f MB as they are", self.quantization, len(layers), made.nbytes / 1e6,
-            whole / 1e6,
-        )  # fmt: skip
+        held, whole = made.nbytes / 1e6, sum(layer.weight.nbytes for layer in made.layers) / 1e6
+        count, name = len(made.layers), self.quantization
+        log.info("%s: %d linear layers in %.1f MB, %.1f MB as they are", name, count, held, whole)
         return made
 
 
@@ -110,9 +108,8 @@ def quantisable(
     layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
     for kind in sorted({layer.weight.device.type for layer in layers}):
         require_products(kind, flag, by_vllm)
-        if not available(scheme, kind):
-            no = f"no exact {scheme.bits}-bit products by this torch on this processor"
-            raise UserError(f"{flag}: {npu.missing() if npu.multiply_on(kind) else no}; write none")
+        if why := lacking(scheme, kind):
+            raise UserError(f"{flag}: {why}; write none")
     if other := other_matrix(model, {*layers, *own}):
         raise UserError(f"{flag}: {other} is of no linear layer, and would stay as it is; write none")
     head = head_of(model)
@@ -122,7 +119,7 @@ def quantisable(
             raise UserError(f"{flag}: the weights are split over the devices, and quantised whole alone; write none")
         if scheme.group and weight.shape[1] % scheme.group:
             raise UserError(
-                f"{flag}: a layer has {weight.shape[1]} inputs, which are no whole groups of {GROUP}; write int8"
+                f"{flag}: a layer has {weight.shape[1]} inputs, which are no whole groups of {scheme.group}; write int8"
             )
         if npu.multiply_on(weight.device.type) and layer is not head and (why := npu.refused(weight, scheme.bits)):
             raise UserError(f"{flag}: {why}; write none")

@@ -34,7 +34,7 @@ class EvalConfig:
             began on this machine, else one that is started for this run.
         dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
         quantization: as rollout.quantization of a training, of the merged model; with --adapter_mode lora of the base
-            below the adapter, as in training; on a CPU, elsewhere with --use_vllm.
+            below the adapter, as in training; on a CPU or an NPU, or with --use_vllm.
         max_model_len: most tokens of prompt and completion together; default: what the model allows.
         max_batch_tokens: most tokens of KV cache at once; default: half of the memory that is free (transformers only).
         gpu_memory_utilization: share of the device's memory (on a CPU: of the machine's) that vLLM takes; default:
@@ -71,7 +71,7 @@ class EvalConfig:
     executor: Literal["local", "ray"] = "local"
     ray_address: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "int8", "int8_w8a8", "int4"] = "none"
+    quantization: Literal["none", "int8", "int8_w8a8", "int4", "fp8", "nvfp4"] = "none"
     max_model_len: PositiveInt | None = None
     max_batch_tokens: PositiveInt | None = None
     gpu_memory_utilization: UnitFloat | None = None

@@ -217,8 +217,8 @@ class RolloutConfig:
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
             completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask). auto is token where
             vllm draws, an older policy (lag, max_staleness) or a quantised one, else none.
-        quantization: int8 or int4 weights of the base while completions are sampled, the adapter unmerged above them,
-            with activations of 16 bits, or of 8 (int8_w8a8); on a CPU with fast, else with vllm (not generate).
+        quantization: weights of the base in so many bits while completions are sampled, the adapter unmerged above
+            them (docs/quantised.md); with fast on a CPU or an NPU, or with vllm (not generate).
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
             (fast and vllm).
         executor: where workers run, processes of this machine or actors in a Ray cluster.
@@ -241,7 +241,7 @@ class RolloutConfig:
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
     importance_correction: Literal["auto"] | CorrectionMode = "auto"
-    quantization: Literal["none", "int8", "int8_w8a8", "int4"] = "none"
+    quantization: Literal["none", "int8", "int8_w8a8", "int4", "fp8", "nvfp4"] = "none"
     workers: NonNegativeInt = 0
     executor: Literal["processes", "ray"] = "processes"
     ray_address: str = "auto"

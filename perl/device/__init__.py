@@ -64,8 +64,8 @@ RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 
 VLLM_QUANTIZES: dict[Kind, tuple[str, ...]] = {
     "npu": ("int8_w8a8",),
-    "cuda": ("int8", "int8_w8a8", "int4"),
-    "cpu": ("int8_w8a8", "int4 with bfloat16"),
+    "cuda": ("int8", "int8_w8a8", "int4", "fp8", "nvfp4"),
+    "cpu": ("int8_w8a8", "int4 with bfloat16", "fp8"),
 }
 """Quantised weights that vLLM 0.31, and vllm-ascend 0.23, have products for. Tried on a CPU alone."""
 HAS_BITSANDBYTES: dict[Kind, bool] = {"npu": False, "cuda": True, "cpu": True}

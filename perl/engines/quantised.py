@@ -1,12 +1,17 @@
-"""Linear layers whose weights are whole numbers: how a weight becomes them, and their products on a CPU and on NPUs.
+"""Linear layers whose weights are in 8 or 4 bits: how a weight becomes them, and their products on a CPU and on NPUs.
 
     int8, int8_w8a8   W[o, i] ~ scale[o] * w[o, i],      scale[o] = max_i |W[o, i]| / 127        (symmetric, per output)
     int4              W[o, i] ~ scale[o, g] * w[o, i],   scale[o, g] = -(that of largest |W|) / 8,  -8 <= w <= 7
                                                           (g: a group of 32 inputs; the form of GGUF's Q4_0)
+    fp8               W[o, i] ~ scale[o] * w[o, i],      scale[o] = max_i |W[o, i]| / 448,   w an e4m3
+    nvfp4             W[o, i] ~ scale[o, g] / c * w[o, i],   scale[o, g] = c max_{i in g} |W[o, i]| / 6, an e4m3,
+                                                          w an e2m1 (g: 16 inputs; c = 448 * 6 / the largest |W| of
+                                                          all layers)
 
     int8, int8_w8a8   x[r, i] ~ s[r] * a[r, i],          s[r] = max_i |x[r, i]| / m[i]           (symmetric, per row)
                       m[i] = 127, or 127 * 128 for an input of 16 bits, where a = 128 h + l with h and l of int8
-    int4              x in bfloat16
+    fp8               x[r, i] ~ s[r] * a[r, i],          s[r] = max_i |x[r, i]| / 448,       a an e4m3
+    int4, nvfp4       x in bfloat16
 
 int8 has all inputs in 16 bits; int8_w8a8 the WIDE ones of each layer that are largest on a probe: a few columns of the
 hidden states are so much larger than all others that one scale for both leaves the others few digits (LLM.int8(), arXiv
@@ -18,14 +23,15 @@ is given a + 128 without sign, and subtracts 128 itself: with signs it takes 3,0
 VNNI and no AMX.
 
 On NPUs torch_npu multiplies, in bfloat16: int8 and int4 with x as it is, int8_w8a8 with all inputs in 8 bits. The head
-stays as it is there.
+stays as it is there. fp8 and nvfp4 (QeRL's, arXiv 2510.11696) are GPUs'; a CPU multiplies their values in bfloat16,
+which holds them exactly, so that what they do to a policy can be tried; the head stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -37,7 +43,7 @@ from perl.adapters.probe import probe_tokens
 from perl.base.errors import UserError
 from perl.device import products as npu
 
-Quantisation = Literal["none", "int8", "int8_w8a8", "int4"]
+Quantisation = Literal["none", "int8", "int8_w8a8", "int4", "fp8", "nvfp4"]
 ZERO_BYTES = 2
 """Of a group's zero, in bfloat16."""
 GROUP = 32
@@ -53,19 +59,24 @@ class Scheme:
     group: int | None
     """Inputs whose weights share a scale; None: all of an output's."""
     activation_bits: int
+    floating: bool = False
 
     @property
     def bytes_a_weight(self) -> float:
-        """Of vLLM's weights, with the scales of groups in bfloat16; torch has a zero beside each (ZERO_BYTES)."""
-        return self.bits / 8 + (2 / self.group if self.group else 0.0)
+        """Of vLLM's weights, with the scales of groups, of whole numbers in bfloat16; torch has a zero beside each of
+        these (ZERO_BYTES)."""
+        of_a_scale = 1 if self.floating else 2
+        return self.bits / 8 + (of_a_scale / self.group if self.group else 0.0)
 
     def copied_bytes(self, linear: int, outputs: int, head: int, vocabulary: int) -> int:
-        """Of the copy that `QuantisedLayers` makes on a CPU, the head in 8 bits.
+        """Of the copy that `QuantisedLayers` makes on a CPU, the head in 8 bits, or as it is beside values in bfloat16.
 
         Args:
             linear, outputs: weights and outputs of all linear layers but the head.
             head, vocabulary: of the head; 0 where there is none.
         """
+        if self.floating:
+            return 2 * linear + outputs * self.bytes_an_output
         zeros = ZERO_BYTES / self.group if self.group else 0.0
         layers = round(linear * (self.bytes_a_weight + zeros)) + outputs * self.bytes_an_output
         return layers + head + vocabulary * SCHEMES["int8"].bytes_an_output
@@ -84,9 +95,12 @@ SCHEMES: dict[str, Scheme] = {
     "int8": Scheme(bits=8, group=None, activation_bits=16),
     "int8_w8a8": Scheme(bits=8, group=None, activation_bits=8),
     "int4": Scheme(bits=4, group=GROUP, activation_bits=16),
+    "fp8": Scheme(bits=8, group=None, activation_bits=8, floating=True),
+    "nvfp4": Scheme(bits=4, group=16, activation_bits=16, floating=True),
 }
 LARGEST = 127
 """Of an int8 number: -128 has no counterpart."""
+LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
 SMALLEST = 2.0**-100
 """Of a scale: its reciprocal is a number too."""
 HIGH = 128
@@ -106,8 +120,8 @@ def by_size() -> list[str]:
 
 
 class QuantisedLayers:
-    """Copies of the linear layers of a model that compute in their place inside `applied`. The head keeps 8 bits, on an
-    NPU all that it has.
+    """Copies of the linear layers of a model that compute in their place inside `applied`. The head keeps 8 bits; on an
+    NPU, and beside fp8 and nvfp4, all that it has.
 
     Args:
         layers: whose weights are whole, all on a CPU or an NPU, and stay as they are.
@@ -125,9 +139,13 @@ class QuantisedLayers:
         self._states = states = HiddenStates()
         none = torch.empty(0, dtype=torch.int64)
         by_npu = npu.multiply_on(layers[0].weight.device.type)
-        self.layers = [layer for layer in layers if layer is not head] if by_npu else layers
+        without_head = [layer for layer in layers if layer is not head]
+        self.layers = without_head if by_npu or scheme.floating else layers
+        fraction = global_scale(layer.weight for layer in self.layers) if scheme.floating else 1.0
 
         def product(layer: nn.Linear) -> QuantisedProduct:
+            if scheme.floating:
+                return FloatProduct(layer.weight, layer.bias, scheme, fraction)
             if by_npu:
                 return NPUProduct(layer.weight, layer.bias, scheme)
             if scheme.bits == 4 and layer is not head:
@@ -153,12 +171,12 @@ class QuantisedLayers:
 @torch.no_grad()
 def wide_inputs(model: Any, layers: Sequence[nn.Linear], scheme: Scheme) -> dict[nn.Linear, torch.Tensor]:
     """By layer, the WIDE inputs that are largest anywhere in a forward of the probe's tokens, int64 in ascending order;
-    a quarter of them at most. None where all of a scheme's have 16 bits, or on NPUs none.
+    a quarter of them at most. None where all of a scheme's have 16 bits, of fp8, and on NPUs.
 
     Args:
         model: in evaluation mode, without an adapter in its forward.
     """
-    if scheme.activation_bits == 16 or npu.multiply_on(layers[0].weight.device.type):
+    if scheme.activation_bits == 16 or scheme.floating or npu.multiply_on(layers[0].weight.device.type):
         return {}
     found: dict[nn.Linear, torch.Tensor] = {}
 
@@ -305,6 +323,38 @@ class Int4Product:
         return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
 
 
+class FloatProduct:
+    """By torch's product of bfloat16. See `QuantisedProduct`. A row's last bits may depend on its neighbours'.
+
+    Args:
+        scale: of `global_scale`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme, scale: float):
+        self.by_rows = scheme.activation_bits == 8
+        if scheme.group:
+            numbers, scales = quantise_by_blocks(weight.detach(), functools.partial(quantise_nvfp4, scale=scale))
+            groups = numbers.to(torch.bfloat16).mul_(0.5).unflatten(1, (-1, scheme.group))
+            self.weight = groups.mul_(scales.to(torch.bfloat16)[..., None]).flatten(1)
+            self.scale = torch.tensor(1.0 / scale)
+        else:
+            numbers, scales = quantise_by_blocks(weight.detach(), quantise_e4m3, torch.float8_e4m3fn)
+            self.weight, self.scale = numbers.to(torch.bfloat16), scales.flatten()
+        self.bias = None if bias is None else bias.detach().float()
+        self.nbytes = self.weight.nbytes + (self.scale.nbytes if self.scale.ndim else 0)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows, of_rows = x, None
+        if self.by_rows:
+            rows, of_rows = quantise_e4m3(x.float())
+        product = F.linear(rows.to(torch.bfloat16), self.weight).float().mul_(self.scale)
+        if of_rows is not None:
+            product.mul_(of_rows)
+        if self.bias is not None:
+            product.add_(self.bias)
+        return product.to(x.dtype)
+
+
 class NPUProduct:
     """By torch_npu, in bfloat16. See `QuantisedProduct`."""
 
@@ -336,12 +386,14 @@ class NPUProduct:
 
 
 def quantise_by_blocks(
-    weight: torch.Tensor, quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    weight: torch.Tensor,
+    quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype = torch.int8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quantise` makes of a floating weight [out, in], the numbers as int8: of BLOCK numbers at a time, as a head
-    in float32 takes gigabytes."""
+    """What `quantise` makes of a floating weight [out, in], the numbers in `dtype`: of BLOCK numbers at a time, as a
+    head in float32 takes gigabytes."""
     rows = max(1, BLOCK // weight.shape[1])
-    made = [(numbers.to(torch.int8), scale) for numbers, scale in (quantise(b.float()) for b in weight.split(rows))]
+    made = [(numbers.to(dtype), scale) for numbers, scale in (quantise(b.float()) for b in weight.split(rows))]
     return torch.cat([numbers for numbers, _ in made]), torch.cat([scale for _, scale in made])
 
 
@@ -385,6 +437,36 @@ def quantise_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (groups / scale).round_().clamp_(-8, 7).flatten(1), scale[..., 0]
 
 
+def quantise_e4m3(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., n] as numbers that an e4m3 holds, still float32, and the scale of each row, [..., 1]."""
+    scale = rows.abs().amax(dim=-1, keepdim=True).div_(LARGEST_E4M3).clamp_min_(SMALLEST)
+    return (rows / scale).to(torch.float8_e4m3fn).float(), scale
+
+
+def quantise_nvfp4(weight: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [out, in] as twice the nearest e2m1, whole numbers from -12 to 12, still float32, and the scale of each
+    16 inputs, float32 [out, in / 16] with the value of an e4m3: `weight` is about numbers / 2 * scales / scale. A tie
+    goes to the even mantissa, as with compressed-tensors.
+
+    Args:
+        scale: of `global_scale`.
+    """
+    groups = weight.unflatten(1, (-1, 16))
+    scales = groups.abs().amax(dim=2).mul_(scale / LARGEST_E2M1).clamp_max_(LARGEST_E4M3)
+    scales = scales.to(torch.float8_e4m3fn).float()
+    x = groups * scale / torch.where(scales == 0.0, 1.0, scales)[..., None]
+    step = torch.where(x.abs() < 2.0, 0.5, torch.where(x.abs() < 4.0, 1.0, 2.0))  # an e2m1 has one bit of mantissa
+    numbers = (x / step).round_().mul_(step).clamp_(-LARGEST_E2M1, LARGEST_E2M1).mul_(2.0)
+    return torch.where(scales[..., None] == 0.0, 0.0, numbers).flatten(1), scales
+
+
+def global_scale(weights: Iterable[torch.Tensor]) -> float:
+    """nvfp4's scale of all scales: the largest number of all weights becomes the largest e4m3 times the largest e2m1.
+    It is the same for all layers, as vLLM takes one for those that it computes together."""
+    largest = max((float(weight.detach().abs().amax()) for weight in weights), default=0.0)
+    return float(torch.tensor(LARGEST_E4M3 * LARGEST_E2M1 / max(largest, SMALLEST)))
+
+
 def multiplies(kind: str) -> bool:
     """Whether there are products of quantised weights here on this kind of device."""
     return kind == "cpu" or npu.multiply_on(kind)
@@ -405,16 +487,21 @@ def require_products(kind: str, flag: str, by_vllm: str) -> None:
 
 
 @functools.cache
-def available(scheme: Scheme, kind: str = "cpu") -> bool:
-    """Whether torch has the products, and on a CPU of int8 numbers exact ones: without VNNI (or ARM's like) oneDNN adds
-    pairs of them up in 16 bits, where they do not fit. They are its own compiler's, there are no public ones."""
+def lacking(scheme: Scheme, kind: str = "cpu") -> str | None:
+    """Why there are no such products on a kind of device, for a message, or None. On a CPU those of int8 numbers have
+    to be exact: without VNNI (or ARM's like) oneDNN adds pairs of them up in 16 bits, where they do not fit. They are
+    torch's own compiler's, there are no public ones."""
     if npu.multiply_on(kind):
-        return npu.missing() is None
+        return "NPUs have no products of fp8 and nvfp4" if scheme.floating else npu.missing()
+    if scheme.floating:
+        return None
+    none = f"no exact {scheme.bits}-bit products by this torch on this processor"
     if scheme.bits == 4:
         names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
-        return all(hasattr(torch.ops.aten, name) for name in names)
+        return None if all(hasattr(torch.ops.aten, name) for name in names) else none
     names = ("qlinear_prepack", "qlinear_pointwise")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.onednn, name) for name in names):
-        return False
+        return none
     product = Int8Product(torch.ones(64, 64), None, HiddenStates(), torch.empty(0, dtype=torch.int64))
-    return all(bool((product(torch.ones(rows, 64)) - 64.0).abs().max() < 1e-3) for rows in (1, 64))
+    exact = all(bool((product(torch.ones(rows, 64)) - 64.0).abs().max() < 1e-3) for rows in (1, 64))
+    return None if exact else none

@@ -1,6 +1,6 @@
 """A model with quantised weights in files that vLLM and vllm-ascend have kernels for: compressed-tensors.
 
-The whole numbers are those of perl.engines.quantised, made of the stored weights; vLLM quantises activations itself.
+The numbers are those of perl.engines.quantised, made of the stored weights; vLLM quantises activations itself.
 Embedding and head stay as they are. What vLLM cannot compute on a device it says as it starts.
 """
 
@@ -26,7 +26,17 @@ from perl import __version__, device
 from perl.adapters.quantised_base import other_matrix
 from perl.base.errors import UserError
 from perl.base.files import read_json, shared_files, write_json
-from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_by_blocks, quantise_groups, quantise_rows
+from perl.engines.quantised import (
+    LARGEST,
+    SCHEMES,
+    Scheme,
+    global_scale,
+    quantise_by_blocks,
+    quantise_e4m3,
+    quantise_groups,
+    quantise_nvfp4,
+    quantise_rows,
+)
 from perl.engines.vllm import VLLMEngine, start_vllm
 from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, load_config, resolve_model
 
@@ -163,28 +173,51 @@ def linear_layers(model: Path, checkpoint: Checkpoint, scheme: Scheme, flag: str
 
 def description(scheme: Scheme, checkpoint: Checkpoint) -> dict[str, Any]:
     """The quantization_config of compressed-tensors."""
-    weights = {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False}
-    weights |= {"strategy": "group", "group_size": scheme.group} if scheme.group else {"strategy": "channel"}
-    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    a_row = scheme.activation_bits == 8
+    kind, a_row = "float" if scheme.floating else "int", scheme.activation_bits == 8
+    grouped = "tensor_group" if scheme.floating else "group"
+    weights = {"num_bits": scheme.bits, "type": kind, "symmetric": True, "dynamic": False}
+    weights |= {"strategy": grouped, "group_size": scheme.group} if scheme.group else {"strategy": "channel"}
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations if a_row else None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if a_row else "pack-quantized",
+        "format": f"{kind}-quantized" if a_row else "nvfp4-pack-quantized" if scheme.floating else "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
 
 
-def quantised(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
-    """A weight [out, in], by the names that follow its layer's."""
+def quantised(weight: torch.Tensor, scheme: Scheme, scale_of_scales: float = 1.0) -> dict[str, torch.Tensor]:
+    """A weight [out, in], by the names that follow its layer's.
+
+    Args:
+        scale_of_scales: `perl.engines.quantised.global_scale`, of nvfp4.
+    """
+    if scheme.floating and scheme.group:
+        numbers, scale = quantise_by_blocks(weight, functools.partial(quantise_nvfp4, scale=scale_of_scales))
+        return {
+            "weight_packed": packed_e2m1(numbers),
+            "weight_scale": scale.to(torch.float8_e4m3fn),
+            "weight_global_scale": torch.tensor([scale_of_scales]),
+        }
+    if scheme.floating:
+        numbers, scale = quantise_by_blocks(weight, quantise_e4m3, torch.float8_e4m3fn)
+        return {"weight": numbers, "weight_scale": scale}
     by = quantise_groups if scheme.group else functools.partial(quantise_rows, largest=LARGEST)
     numbers, scale = quantise_by_blocks(weight, by)
     if scheme.activation_bits == 8:
         return {"weight": numbers, "weight_scale": scale}
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {"weight_packed": packed(numbers, scheme.bits), "weight_scale": scale, "weight_shape": shape}
+
+
+def packed_e2m1(twice: torch.Tensor) -> torch.Tensor:
+    """int8 [out, in] of twice an e2m1 each as uint8 [out, in / 2], the first one low: a sign and the place among 0,
+    0.5, 1, 1.5, 2, 3, 4, 6."""
+    places = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)
+    codes = places[twice.abs().int()] | (twice < 0).to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -200,13 +233,16 @@ def _write(checkpoint: Checkpoint, layers: set[str], scheme: Scheme, folder: Pat
     from safetensors.torch import save_file
 
     location, size = {}, 0
+    scale = global_scale(map(checkpoint.read, layers)) if scheme.floating and scheme.group else 1.0
     for file, names in checkpoint.shards.items():
         tensors = {}
         for name in names:
             tensor = checkpoint.read(name)
             if name in layers:
                 layer = name.removesuffix(".weight")
-                tensors |= {f"{layer}.{part}": made.contiguous() for part, made in quantised(tensor, scheme).items()}
+                tensors |= {
+                    f"{layer}.{part}": made.contiguous() for part, made in quantised(tensor, scheme, scale).items()
+                }
             else:
                 tensors[name] = tensor
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -17,7 +17,7 @@ from perl.base.files import read_json
 from perl.base.provenance import text_hash
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.config.schema import EnvironmentConfig
-from perl.engines.quantised import SCHEMES, require_products
+from perl.engines.quantised import SCHEMES, lacking, require_products
 from perl.engines.vllm_quantised import linear_layers
 from perl.environments.conversation import Conversations, open_conversations
 from perl.environments.scored import row_of_sample
@@ -175,6 +175,8 @@ def require_quantisable(config: EvalConfig, model: Path, tokenizer: Any, kind: s
         raise UserError(f"{flag}: is of models of text alone; write none")
     if not config.use_vllm:
         require_products(kind, flag, "--use_vllm")
+        if why := lacking(SCHEMES[config.quantization], kind):
+            raise UserError(f"{flag}: {why}; write none")
     linear_layers(model, Checkpoint(model), SCHEMES[config.quantization], flag)
 
 

@@ -16,6 +16,7 @@ from perl.config.schema import RolloutConfig
 from perl.engines import quantised
 from perl.engines.quantised import (
     SCHEMES,
+    FloatProduct,
     HiddenStates,
     Int4Product,
     Int8Product,
@@ -23,7 +24,10 @@ from perl.engines.quantised import (
     QuantisedLayers,
     QuantisedProduct,
     by_size,
+    global_scale,
+    quantise_e4m3,
     quantise_groups,
+    quantise_nvfp4,
     quantise_rows,
     wide_inputs,
 )
@@ -89,6 +93,42 @@ def test_a_product_of_int4_by_hand():
     made = product(weight, torch.tensor([0.0, 0.5, 0.0]), 4)(x)
     assert made.shape == (1, 1, 3)
     assert made.flatten().tolist() == [-2.0 + 2.0 + 1.0 - 2.0, 0.5, -8.0]
+
+
+def test_numbers_of_fp8_by_hand():
+    # An e4m3 has three bits of mantissa: 448, 28 * 16 / 17 -> 26, 0.5 as it is; the rows' scales are 2 / 448 and 0.
+    numbers, scale = quantise_e4m3(torch.tensor([[2.0, -28 / 224 * 16 / 17, 0.5 / 224, 0.0], [0.0] * 4]))
+    assert scale.flatten().tolist() == pytest.approx([2 / 448, 0.0])
+    assert numbers.tolist() == [[448.0, -26.0, 0.5, 0.0], [0.0] * 4]
+
+
+def test_numbers_of_nvfp4_by_hand():
+    """With 2,688 = 448 * 6 for the scale of scales a group's is 448 times its largest number, an e4m3."""
+    weight = torch.zeros(1, 48)
+    weight[0, :6] = torch.tensor([-1.0, 0.5, 0.26, 0.24, 0.42, 0.01])  # in units of 1 / 6: -6, 3, 1.56, 1.44, 2.52
+    weight[0, 16:19] = torch.tensor([0.5, 0.21, -0.125])  # in units of 1 / 12: 6, 2.52, -1.5
+    assert global_scale([weight, weight / 2]) == 2688.0
+    numbers, scales = quantise_nvfp4(weight, 2688.0)
+    assert scales.tolist() == [[448.0, 224.0, 0.0]]
+    assert numbers[0, :6].tolist() == [-12.0, 6.0, 3.0, 3.0, 6.0, 0.0]  # twice -6, 3, 1.5, 1.5, 3, 0
+    assert numbers[0, 16:19].tolist() == [12.0, 6.0, -3.0]
+    assert not numbers[0, 32:].any()
+    ties = torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] + [0.0] * 8])  # the even one of two neighbours
+    numbers, scales = quantise_nvfp4(ties, 1.0)
+    assert scales.tolist() == [[1.0]]
+    assert numbers[0, :8].tolist() == [12.0, 0.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0]
+
+
+def test_products_of_fp8_and_nvfp4_by_hand():
+    weight = torch.zeros(2, 16)
+    weight[0, :3], weight[1, 0] = torch.tensor([3.0, -1.0, 0.5]), 1.5
+    x = torch.zeros(1, 1, 16)
+    x[0, 0, :3] = torch.tensor([4.0, 2.0, 1.0])
+    expected = [12.0 - 2.0 + 0.5 + 1.0, 6.0]
+    for name in ("fp8", "nvfp4"):
+        made = FloatProduct(weight, torch.tensor([1.0, 0.0]), SCHEMES[name], global_scale([weight]))(x)
+        assert made.shape == (1, 1, 2)
+        assert made.flatten().tolist() == pytest.approx(expected, rel=2**-8)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 12, 16])
@@ -174,7 +214,7 @@ def test_hidden_states_are_read_once_and_forgotten():
     assert states._read is None
 
 
-TOLD_APART = {"int8": 2e-2, "int8_w8a8": 2e-2, "int4": 5e-2}
+TOLD_APART = {"int8": 2e-2, "int8_w8a8": 2e-2, "int4": 5e-2, "fp8": 0.2, "nvfp4": 5e-2}
 """Nats; bfloat16 activations round at other places in a forward of all tokens."""
 
 
@@ -184,7 +224,8 @@ def test_the_sampler_draws_with_the_quantised_base_and_leaves_every_bit(quantiza
     before = state(policy.model)
     with caplog.at_level(logging.INFO):
         made = completions(policy, ask(), SAMPLING)
-    assert f"{quantization}: 22 linear layers in" in caplog.text
+    layers = 21 if SCHEMES[quantization].floating else 22  # without the head
+    assert f"{quantization}: {layers} linear layers in" in caplog.text
     assert same(state(policy.model), before)
     assert not any("forward" in vars(module) for module in policy.model.modules())
     assert policy.take_metrics() == {}
@@ -211,6 +252,7 @@ def test_the_distance_to_the_trainers_policy():
     assert 0 < found["int8"] <= 0.02
     assert 0 < found["int8_w8a8"] <= 0.1
     assert found["int8_w8a8"] < found["int4"] <= 1.0
+    assert 0 < found["fp8"] < found["nvfp4"] <= 1.0
 
 
 def test_the_adapter_counts_in_its_own_precision():
@@ -318,7 +360,7 @@ def test_a_model_of_images_is_refused():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_w8a8", "int4"])
+@pytest.mark.parametrize("name", sorted(SCHEMES))
 def test_what_a_copy_takes_is_what_plan_counts(name):
     layer, head, scheme = torch.nn.Linear(192, 48), torch.nn.Linear(96, 80), SCHEMES[name]
     wide = {layer: torch.arange(32), head: torch.arange(16)} if name == "int8_w8a8" else {}

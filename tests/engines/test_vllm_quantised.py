@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from perl.adapters.quantised_base import quantisable
 from perl.base.errors import UserError
-from perl.engines.quantised import SCHEMES, QuantisedLayers
+from perl.engines.quantised import SCHEMES, FloatProduct, QuantisedLayers, global_scale
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_quantised import packed, quantised_files
 from perl.models.folders import load_model
@@ -182,10 +182,51 @@ def test_vllm_computes_with_the_same_whole_numbers(base, vllm, quantization, dty
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_vllm_computes_with_fp8(base, vllm):
+    """An activation between two e4m3 may become either, which moves a log-probability by as much as fp8 itself."""
+    found, mine = vllm("fp8", "float32"), own(base, "fp8", torch.float32)
+    apart = {name: float((torch.tensor(found[name]) - mine[name]).abs().mean()) for name in ("base", "adapted")}
+    assert max(apart.values()) < 0.1
+    assert float((mine["adapted"] - mine["base"]).abs().mean()) > 3 * max(apart.values())  # the adapter is there
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
+def test_what_vllms_library_reads_is_what_was_quantised(tmp_path, quantization):
+    """compressed-tensors reads the files, and makes the same ones of the same scales."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    base = save_tiny(tmp_path / "base", scale=3.0, **SIZES)
+    with quantised_files(base, quantization, FLAG) as folder:
+        stored, made = load_file(base / "model.safetensors"), load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    library: Any = BaseCompressor.get_value_from_registry(config["format"])
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    layers = [name.removesuffix(".weight") for name in stored if name.endswith("proj.weight")]
+    assert len(layers) == 14
+    scale = global_scale(stored[f"{layer}.weight"] for layer in layers)
+    for layer in layers:
+        parts = {name.removeprefix(f"{layer}."): part for name, part in made.items() if name.startswith(f"{layer}.")}
+        weight = stored[f"{layer}.weight"]
+        product = FloatProduct(weight, None, SCHEMES[quantization], scale)
+        own = product.weight.float() * product.scale.reshape(-1, 1)
+        read = library.decompress(dict(parts), scheme)["weight"].float()
+        assert float((read - own).abs().max()) <= 2.0**-8 * float(own.abs().max())  # it is read in bfloat16
+        given = {"weight": weight} | {
+            name: part.float() for name, part in parts.items() if name in ("weight_scale", "weight_global_scale")
+        }
+        again = library.decompress(library.compress(given, scheme), scheme)["weight"].float()
+        assert torch.equal(again, read)
+        assert float((own - weight).norm() / weight.norm()) < (0.04 if quantization == "fp8" else 0.13)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_what_vllm_has_no_kernel_for_is_one_line(vllm):
-    for quantization, dtype in (("int4", "float32"), ("int8", "bfloat16")):
+    for quantization, dtype in (("int4", "float32"), ("int8", "bfloat16"), ("nvfp4", "bfloat16")):
         refused = vllm(quantization, dtype)["refused"]
         flag = f"--config.rollout.quantization {quantization}"
         assert refused.startswith(f"{flag}: vLLM has no product of such weights with {dtype}")
-        assert refused.endswith("write int8_w8a8 or int4 with bfloat16")
+        assert refused.endswith("write int8_w8a8 or int4 with bfloat16 or fp8")
         assert "\n" not in refused
