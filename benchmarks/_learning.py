@@ -7,9 +7,12 @@ results file -> a table between two marks of a page, and panels of reward curves
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import re
 import resource
+import shutil
 import statistics
 import tempfile
 import time
@@ -111,6 +114,7 @@ def learn_all(
     *,
     further: Callable[[Start, AnyArm, Path], Mapping[str, Any]] | None = None,
     stop: Path | None = None,
+    runs: Path | None = None,
 ) -> None:
     """Train each arm of each start that is not in `output` yet.
 
@@ -118,6 +122,7 @@ def learn_all(
         steps: None: the recipe's.
         further: what else a row has, from the run's folder.
         stop: no other run begins once this file is there.
+        runs: where runs lie and are gone on with after a kill; None: in folders of no duration.
     """
     for start in starts:
         recipe = yaml.safe_load(start.recipe.read_text(encoding="utf-8"))
@@ -135,13 +140,24 @@ def learn_all(
             def also(folder: Path, start: Start = start, arm: AnyArm = arm) -> Mapping[str, Any]:
                 return further(start, arm, folder) if further else {}
 
-            learn_once(start.recipe, flags, run, max_steps, output, also)
+            learn_once(start.recipe, flags, run, max_steps, output, also, runs)
+
+
+GOES_ON = flags_of(
+    {
+        "training.save_strategy": "steps",
+        "training.save_steps": 10,
+        "training.save_total_limit": 1,
+        "training.resume_from_checkpoint": "auto",
+    }
+)
 
 
 def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
     """Train by perl.train into `folder`, on one thread unless OMP_NUM_THREADS says otherwise. Returns the mean of the
     reward `accuracy` and the noise of each step, entropy (over the completions whose advantage is not 0) and KL
-    divergences of those that had them, and what the run took; flags are given without paths."""
+    divergences of those that had them, and what the run took, of one that was gone on with from where it was; flags
+    are given without paths."""
     started, used = time.monotonic(), cpu_s()
     try:
         train("perl.train", recipe, flags, folder, Console(quiet=True))
@@ -182,13 +198,24 @@ def learn_once(
     steps: int,
     output: Path,
     further: Callable[[Path], Mapping[str, Any]],
+    runs: Path | None = None,
 ) -> None:
     """`learn` with flags that have `validated`, and add the row to `output`: `run`, which names it, its scores, and
-    what `further` and `learn` have found."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "train"
+    what `further` and `learn` have found.
+
+    Args:
+        runs: see `learn_all`.
+    """
+    with contextlib.ExitStack() as stack:
+        if runs is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "train"
+        else:
+            folder = runs.absolute() / "-".join(re.sub(r"\W+", "_", str(value)) for value in run.values())
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            flags = [*flags, *GOES_ON]
         found = learn(recipe, flags, folder)
         scores = {**scores_of(folder), **further(folder)}
+        shutil.rmtree(folder)
     if not is_there(output, run, steps):  # a command beside this one may have been faster
         add_row(output, {**run, **scores, **found})
     print(f"{', '.join(map(str, run.values()))}: {scores}, {found['train_s']} s", flush=True)
@@ -315,6 +342,7 @@ def parser_of(description: str | None, arms: Mapping[str, Arm], output: Path) ->
     parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8", help="of the quickstart")
     parser.add_argument("--steps", type=int, help="default: the recipe's")
     parser.add_argument("--output", type=Path, default=output)
+    parser.add_argument("--runs", type=Path, help="where runs lie until they have ended, to be gone on with")
     parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
     return parser
 

@@ -108,7 +108,7 @@ def main() -> None:
     if args.draw:
         draw(rows_to_draw(args.output))
         return
-    learn_all(starts_of(args), chosen(parser, args, ARMS), args.steps, args.output)
+    learn_all(starts_of(args), chosen(parser, args, ARMS), args.steps, args.output, runs=args.runs)
 
 
 if __name__ == "__main__":

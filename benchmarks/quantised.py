@@ -30,6 +30,7 @@ from transformers import GenerationConfig
 
 from perl import device
 from perl.config.schema import RolloutConfig
+from perl.engines.quantised import SCHEMES
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.models.folders import load_model, load_tokenizer
 from perl.records import Completion, Prompt, Sampling
@@ -39,9 +40,7 @@ GROUP = 8
 SIDES: dict[str, dict[str, Any]] = {
     "float32, merged": {},
     "bfloat16, merged": {"dtype": torch.bfloat16},
-    "int8": {"quantization": "int8"},
-    "int8_w8a8": {"quantization": "int8_w8a8"},
-    "int4": {"quantization": "int4"},
+    **{name: {"quantization": name} for name in SCHEMES},
 }
 
 

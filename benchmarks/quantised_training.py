@@ -355,7 +355,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.quantised_training", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | variables)
     torch.set_num_threads(1)
-    learn_all(starts, arms, args.steps, args.output, further=score_sampler, stop=args.stop)
+    learn_all(starts, arms, args.steps, args.output, further=score_sampler, stop=args.stop, runs=args.runs)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,6 +31,7 @@ from perl.base.files import add_row, read_rows
 from perl.models.folders import load_model
 from perl.tools.quickstart import BASE_FOLDER, DATA_FOLDER
 from perl.tools.stages import ROOT
+from tests.evaluation.test_run import wait_for
 
 
 def test_paired_test():
@@ -309,6 +312,26 @@ def test_no_run_begins_once_the_stop_file_is_there(tmp_path, capsys):
     learn_all([quickstart_start(1)], aqn.ARMS, 2, tmp_path / "rows.jsonl", stop=tmp_path / "stop")
     assert capsys.readouterr().out == f"{tmp_path / 'stop'} is there: no other run begins\n"
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_gone_on_with(tmp_path):
+    """Two runs of fourteen steps, one of them killed behind its checkpoint of the tenth."""
+    rows = {}
+    for name in ("whole", "killed"):
+        output, runs = tmp_path / f"{name}.jsonl", tmp_path / name
+        command = [sys.executable, "-m", "benchmarks.staleness", "--arms", "lag 0", "--seeds", "1", "--steps", "14"]
+        command += ["--output", str(output), "--runs", str(runs)]
+        if name == "killed":
+            with subprocess.Popen(command, start_new_session=True) as process:
+                wait_for(lambda: any(runs.glob("*/checkpoint-10/trainer_state.json")), seconds=240)  # noqa: B023
+                os.killpg(process.pid, signal.SIGKILL)
+            assert not output.exists()
+        assert subprocess.run(command, timeout=400).returncode == 0
+        assert not [path for path in runs.iterdir() if path.is_dir()]
+        (rows[name],) = read_rows(output)
+    assert rows["whole"]["reward"] == rows["killed"]["reward"]
+    assert rows["whole"]["accuracy"] == rows["killed"]["accuracy"]
 
 
 def test_text_between_marks_is_replaced(tmp_path):
