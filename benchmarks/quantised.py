@@ -66,7 +66,7 @@ def main() -> None:
     results = {}
     for name in args.sides.split(";"):
         engine = make_engine(policy, tokenizer, args, **SIDES[name])
-        results[name] = measure(engine, prompts, args.rows, args.compared) | {"weights_mb": megabytes(engine)}
+        results[name] = measure(engine, prompts, args.rows, args.compared) | {"weights_mb": linear_bytes(engine) / 1e6}
         print(name, results[name], flush=True)
     print(json.dumps({"torch": torch.__version__, "rows": args.rows, "sides": results}))
 
@@ -167,13 +167,12 @@ def distance(engine: TorchPolicyEngine, prompts: list[Prompt], completions: dict
     return sums
 
 
-def megabytes(engine: TorchPolicyEngine) -> float:
-    """Of the copy of the linear layers that draws."""
-    if engine.quantised is not None:
-        assert engine.quantised.layers is not None
-        return engine.quantised.layers.nbytes / 1e6
-    layers = [m for n, m in engine.model.named_modules() if type(m) is torch.nn.Linear and "lora_" not in n]
-    return sum(4 * layer.weight.numel() for layer in layers) / 1e6  # of bfloat16 two tensors
+def linear_bytes(engine: TorchPolicyEngine) -> int:
+    """Of the linear layers as they draw, the head among them; of bfloat16 the float32 weights that stay besides."""
+    made = engine.quantised.layers if engine.quantised else None
+    layers = [m for name, m in engine.model.named_modules() if type(m) is torch.nn.Linear and "lora_" not in name]
+    as_they_are = [layer for layer in layers if made is None or layer not in made.layers]
+    return sum(layer.weight.nbytes for layer in as_they_are) + (made.nbytes if made else 0)
 
 
 if __name__ == "__main__":

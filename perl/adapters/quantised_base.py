@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from perl.device import products as npu
 from perl.device.sharding import is_split
 from perl.engines.base import evaluation_mode
 from perl.engines.quantised import SCHEMES, QuantisedLayers, lacking, require_products, wide_inputs
+
+if TYPE_CHECKING:
+    from perl.config.load import Config
 
 log = logging.getLogger(__name__)
 FLAG, BY_VLLM = "--config.rollout.quantization", "--config.rollout.engine vllm"
@@ -73,6 +76,34 @@ class QuantisedBase:
         return made
 
 
+def check_drawn(config: Config, kind: str, strategy: str) -> None:
+    """What rollout.quantization can't be had with.
+
+    Args:
+        kind: of the device that draws.
+        strategy: "zero3", "fsdp2" or another.
+
+    Raises:
+        UserError: a kind of device without such products; FSDP2, where the trainer itself has to have all weights.
+    """
+    rollout, validation = config.rollout, config.validation
+    if rollout.quantization == "none":
+        return
+    flag, by_vllm = f"{FLAG} {rollout.quantization}", config.training.use_vllm
+    require_products(kind, rollout.quantization, flag, None if by_vllm else BY_VLLM)
+    if strategy != "fsdp2" or by_vllm:
+        return
+    if not rollout.workers:
+        raise UserError(
+            f"{flag}: FSDP2 gathers each layer's own weights to draw; write --config.rollout.workers 1 or more, start"
+            " with DDP or ZeRO (scripts/accelerate), or write none"
+        )
+    if validation.quantized and validation.datasets:
+        raise UserError(
+            f"{flag}: FSDP2 gathers each layer's own weights to validate; write --config.validation.quantized false"
+        )
+
+
 def quantisable(
     model: nn.Module,
     quantization: str,
@@ -107,11 +138,13 @@ def quantisable(
     scheme = SCHEMES[quantization]
     layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
     for kind in sorted({layer.weight.device.type for layer in layers}):
-        require_products(kind, flag, by_vllm)
+        require_products(kind, quantization, flag, by_vllm)
         if why := lacking(scheme, kind):
             raise UserError(f"{flag}: {why}; write none")
     if other := other_matrix(model, {*layers, *own}):
         raise UserError(f"{flag}: {other} is of no linear layer, and would stay as it is; write none")
+    if not layers:
+        raise UserError(f"{flag}: the model has no linear layer; write none")
     head = head_of(model)
     for layer in layers:
         weight = layer.weight

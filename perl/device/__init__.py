@@ -62,12 +62,18 @@ CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/late
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
 
-VLLM_QUANTIZES: dict[Kind, tuple[str, ...]] = {
+OWN_QUANTIZES: dict[str, tuple[str, ...]] = {
+    "npu": ("int8", "int8_w8a8", "int4"),
+    "cuda": (),
+    "cpu": ("int8", "int8_w8a8", "int4", "fp8", "nvfp4"),
+}
+"""Quantised weights that perl.engines.quantised has products for."""
+VLLM_QUANTIZES: dict[str, tuple[str, ...]] = {
     "npu": ("int8_w8a8",),
     "cuda": ("int8", "int8_w8a8", "int4", "fp8", "nvfp4"),
-    "cpu": ("int8_w8a8", "int4 with bfloat16", "fp8"),
+    "cpu": ("int8_w8a8", "int4", "fp8"),
 }
-"""Quantised weights that vLLM 0.31, and vllm-ascend 0.23, have products for. Tried on a CPU alone."""
+"""Those of vLLM 0.31, on a CPU int4 with bfloat16 alone, and of vllm-ascend 0.23. Tried on a CPU alone."""
 HAS_BITSANDBYTES: dict[Kind, bool] = {"npu": False, "cuda": True, "cpu": True}
 """Whether bitsandbytes has kernels of its own for the device."""
 VLLM_TAKES_WEIGHTS: dict[Kind, bool] = {"npu": True, "cuda": True, "cpu": False}

@@ -1,6 +1,7 @@
 """Linear layers whose weights are in 8 or 4 bits: how a weight becomes them, and their products on a CPU and on NPUs.
 
-    int8, int8_w8a8   W[o, i] ~ scale[o] * w[o, i],      scale[o] = max_i |W[o, i]| / 127        (symmetric, per output)
+    int8, int8_w8a8   W[o, i] ~ scale[o] * w[o, i],      scale[o] = max_i |W[o, i]| / 127        (symmetric, per output;
+                                                          on NPUs a bfloat16)
     int4              W[o, i] ~ scale[o, g] * w[o, i],   scale[o, g] = -(that of largest |W|) / 8,  -8 <= w <= 7
                                                           (g: a group of 32 inputs; the form of GGUF's Q4_0)
     fp8               W[o, i] ~ scale[o] * w[o, i],      scale[o] = max_i |W[o, i]| / 448,   w an e4m3
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -39,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from perl import device
 from perl.adapters.probe import probe_tokens
 from perl.base.errors import UserError
 from perl.device import products as npu
@@ -82,8 +84,9 @@ class Scheme:
         return layers + head + vocabulary * SCHEMES["int8"].bytes_an_output
 
     def npu_bytes(self, linear: int, outputs: int) -> int:
-        """As `copied_bytes`, on an NPU."""
-        return round(linear * self.bytes_a_weight) + outputs * self.bytes_an_output
+        """As `copied_bytes`, on an NPU: scales are bfloat16, beside activations of 8 bits float32."""
+        scales = 0 if self.group else 4 if self.activation_bits == 8 else 2
+        return round(linear * self.bytes_a_weight) + outputs * scales
 
     @property
     def bytes_an_output(self) -> int:
@@ -113,9 +116,9 @@ INT4_OUTPUTS = 16
 """What torch's product of int4 weights has a multiple of."""
 
 
-def by_size() -> list[str]:
-    """Of SCHEMES, one of each size, the largest first."""
-    of_a_size = {scheme.bytes_a_weight: name for name, scheme in reversed(SCHEMES.items())}
+def by_size(names: Collection[str]) -> list[str]:
+    """Of these of SCHEMES, one of each size, the largest first."""
+    of_a_size = {scheme.bytes_a_weight: name for name, scheme in reversed(SCHEMES.items()) if name in names}
     return [of_a_size[size] for size in sorted(of_a_size, reverse=True)]
 
 
@@ -141,7 +144,8 @@ class QuantisedLayers:
         by_npu = npu.multiply_on(layers[0].weight.device.type)
         without_head = [layer for layer in layers if layer is not head]
         self.layers = without_head if by_npu or scheme.floating else layers
-        fraction = global_scale(layer.weight for layer in self.layers) if scheme.floating else 1.0
+        grouped = scheme.floating and scheme.group
+        fraction = global_scale(layer.weight for layer in self.layers) if grouped else 1.0
 
         def product(layer: nn.Linear) -> QuantisedProduct:
             if scheme.floating:
@@ -454,7 +458,7 @@ def quantise_nvfp4(weight: torch.Tensor, scale: float) -> tuple[torch.Tensor, to
     groups = weight.unflatten(1, (-1, 16))
     scales = groups.abs().amax(dim=2).mul_(scale / LARGEST_E2M1).clamp_max_(LARGEST_E4M3)
     scales = scales.to(torch.float8_e4m3fn).float()
-    x = groups * scale / torch.where(scales == 0.0, 1.0, scales)[..., None]
+    x = groups / (torch.where(scales == 0.0, 1.0, scales) / scale)[..., None]
     step = torch.where(x.abs() < 2.0, 0.5, torch.where(x.abs() < 4.0, 1.0, 2.0))  # an e2m1 has one bit of mantissa
     numbers = (x / step).round_().mul_(step).clamp_(-LARGEST_E2M1, LARGEST_E2M1).mul_(2.0)
     return torch.where(scales[..., None] == 0.0, 0.0, numbers).flatten(1), scales
@@ -467,38 +471,36 @@ def global_scale(weights: Iterable[torch.Tensor]) -> float:
     return float(torch.tensor(LARGEST_E4M3 * LARGEST_E2M1 / max(largest, SMALLEST)))
 
 
-def multiplies(kind: str) -> bool:
-    """Whether there are products of quantised weights here on this kind of device."""
-    return kind == "cpu" or npu.multiply_on(kind)
-
-
-def require_products(kind: str, flag: str, by_vllm: str) -> None:
-    """A UserError for weights on another device.
+def require_products(kind: str, quantization: str, flag: str, by_vllm: str | None) -> None:
+    """A UserError where a kind of device has no products of such weights.
 
     Args:
-        flag: what the user wrote, with its value.
-        by_vllm: what is to be written for vLLM.
+        flag: that asks for them, with its value.
+        by_vllm: what is to be written for vLLM; None: it is vLLM that multiplies.
     """
-    if not multiplies(kind):
-        raise UserError(
-            f"{flag}: the weights are on {kind}, and without vLLM quantised ones are multiplied on CPUs and NPUs alone;"
-            f" write {by_vllm}, or none"
-        )
+    own, vllms = device.OWN_QUANTIZES.get(kind, ()), device.VLLM_QUANTIZES.get(kind, ())
+    known = vllms if by_vllm is None else own
+    if quantization in known:
+        return
+    instead = [by_vllm] if by_vllm and quantization in vllms else []
+    who = "vLLM has" if by_vllm is None else "without vLLM there are"
+    options = " or ".join([*instead, *known, "none"])
+    raise UserError(f"{flag}: {who} no products of such weights on {kind}; write {options}")
 
 
 @functools.cache
 def lacking(scheme: Scheme, kind: str = "cpu") -> str | None:
-    """Why there are no such products on a kind of device, for a message, or None. On a CPU those of int8 numbers have
-    to be exact: without VNNI (or ARM's like) oneDNN adds pairs of them up in 16 bits, where they do not fit. They are
-    torch's own compiler's, there are no public ones."""
+    """Why this process has no such products on a kind of device, for a message, or None. On a CPU those of int8
+    numbers, as in the head beside int4, have to be exact: without VNNI (or ARM's like) oneDNN adds pairs of them up in
+    16 bits, where they do not fit. They are torch's own compiler's, there are no public ones."""
     if npu.multiply_on(kind):
-        return "NPUs have no products of fp8 and nvfp4" if scheme.floating else npu.missing()
+        return npu.missing()
     if scheme.floating:
         return None
     none = f"no exact {scheme.bits}-bit products by this torch on this processor"
-    if scheme.bits == 4:
-        names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
-        return None if all(hasattr(torch.ops.aten, name) for name in names) else none
+    fours = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
+    if scheme.bits == 4 and not all(hasattr(torch.ops.aten, name) for name in fours):
+        return none
     names = ("qlinear_prepack", "qlinear_pointwise")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.onednn, name) for name in names):
         return none

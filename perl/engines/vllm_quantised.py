@@ -36,6 +36,7 @@ from perl.engines.quantised import (
     quantise_groups,
     quantise_nvfp4,
     quantise_rows,
+    require_products,
 )
 from perl.engines.vllm import VLLMEngine, start_vllm
 from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, load_config, resolve_model
@@ -49,18 +50,18 @@ def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, tr
     if quantization == "none":
         return start_vllm(options, training)
     kind, model = device.detect().kind, resolve_model(options["model"])
+    require_products(kind, quantization, flag, None)
     dtype = options.get("dtype", "auto")  # which is bfloat16 of a float32 model
-    if dtype == "auto" and load_config(model).dtype == torch.float16:
-        dtype = "float16"
-    instead = " or ".join(device.VLLM_QUANTIZES[kind])
-    refusal = f"{flag}: vLLM has no product of such weights with {dtype} on this device; write {instead}"
-    if kind == "cpu" and SCHEMES[quantization].bits == 4 and dtype not in ("auto", "bfloat16"):  # it would fail in use
+    if dtype == "auto":
+        dtype = "float16" if load_config(model).dtype == torch.float16 else "bfloat16"
+    refusal = f"{flag}: vLLM has no product of such weights with {dtype} on this {kind}; write another, or none"
+    if kind == "cpu" and SCHEMES[quantization].bits == 4 and dtype != "bfloat16":  # it would fail in use
         raise UserError(refusal)
     with quantised_files(model, quantization, flag) as folder, adapters_on_packed_layers():
         try:
             return start_vllm({**options, "model": str(folder)}, training)
-        except ValueError as error:
-            if isinstance(error, UserError) or "kernel" not in str(error):
+        except (ValueError, NotImplementedError) as error:
+            if isinstance(error, UserError) or not any(word in str(error) for word in ("kernel", "quantization")):
                 raise
             raise UserError(refusal) from error
 

@@ -173,10 +173,10 @@ def require_quantisable(config: EvalConfig, model: Path, tokenizer: Any, kind: s
     flag = f"--quantization {config.quantization}"
     if has_images(tokenizer):
         raise UserError(f"{flag}: is of models of text alone; write none")
-    if not config.use_vllm:
-        require_products(kind, flag, "--use_vllm")
-        if why := lacking(SCHEMES[config.quantization], kind):
-            raise UserError(f"{flag}: {why}; write none")
+    require_products(kind, config.quantization, flag, None if config.use_vllm else "--use_vllm")
+    here = config.executor == "local" and not config.use_vllm  # a cluster's nodes say it themselves
+    if here and (why := lacking(SCHEMES[config.quantization], kind)):
+        raise UserError(f"{flag}: {why}; write none")
     linear_layers(model, Checkpoint(model), SCHEMES[config.quantization], flag)
 
 

@@ -109,7 +109,7 @@ def changes(phase: str, config: Any) -> Iterator[str]:
     if phase == "update" and not training.gradient_checkpointing:
         yield change("same result, a second forward", {"training.gradient_checkpointing": ("true", "false")})
     draws = own_vllm and config.peft.type in UNMERGED
-    if draws and (fewer := fewer_bits(config.rollout.quantization)):
+    if draws and (fewer := fewer_bits(config.rollout.quantization, device.detect().kind)):
         yield change("rounds the base that draws", {"rollout.quantization": (fewer, config.rollout.quantization)})
     if phase not in ("setup", "validation"):
         longest = "max_completion_length" if rewarded else "max_length"
@@ -120,10 +120,11 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         yield halved("a smaller adapter", "peft.r", int(config.peft.r))
 
 
-def fewer_bits(now: str) -> str | None:
-    """The value of rollout.quantization that takes next less memory than `now`."""
+def fewer_bits(now: str, kind: str) -> str | None:
+    """The value of rollout.quantization with which vLLM takes next less memory than with `now` on a kind of device."""
     held = SCHEMES[now].bytes_a_weight if now in SCHEMES else math.inf
-    return next((name for name in by_size() if SCHEMES[name].bytes_a_weight < held), None)
+    names = by_size(device.VLLM_QUANTIZES[kind])
+    return next((name for name in names if SCHEMES[name].bytes_a_weight < held), None)
 
 
 def smaller_rollouts(training: Any) -> tuple[int, int] | None:

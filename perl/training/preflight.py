@@ -21,6 +21,7 @@ from perl import device
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
+from perl.adapters.quantised_base import check_drawn
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.config.derived import batches_ahead
@@ -106,6 +107,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_engine(config)
     model_dtype(config)
     check_quantization(config)
+    if not (config.rollout.workers and config.rollout.executor == "ray"):  # whose devices the cluster knows
+        check_drawn(config, device.detect().kind, strategy_of(config.training))
     source = load_environment(config.environment) if config.environment.used else None
     check_metric(config, source)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
@@ -216,16 +219,6 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.piece_size {config.rollout.piece_size}: under {strategy} the processes draw together,"
             " not in pieces of their own; write --config.rollout.workers 1 or more, or leave it out"
         )
-    quantization, by_vllm = config.rollout.quantization, config.training.use_vllm
-    if quantization != "none" and strategy == "fsdp2" and not by_vllm:
-        flag = f"--config.rollout.quantization {quantization}: FSDP2 gathers each layer's own weights"
-        if not config.rollout.workers:
-            raise UserError(
-                f"{flag} to draw; write --config.rollout.workers 1 or more, start with DDP or ZeRO"
-                " (scripts/accelerate), or write none"
-            )
-        if config.validation.quantized:
-            raise UserError(f"{flag} to validate; write --config.validation.quantized false")
     if config.rollout.workers and config.rollout.executor == "processes":
         require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
     if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:

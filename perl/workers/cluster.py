@@ -36,6 +36,8 @@ SLOTS_TIMEOUT_S = 15.0
 PLACEMENT_TIMEOUT_S = 60.0
 """How long Ray may take to start one actor."""
 KILL_TIMEOUT_S = KILL_S + 5.0
+KEPT: list[Any] = []
+"""Actors whose worker's process does not end: without a handle Ray would end them."""
 NOT_BY_RAY = "RAY_kill_child_processes_on_worker_exit"
 """As it ends an actor Ray would end the worker's process alone; by itself that ends with all that it has started."""
 PROBE_TIMEOUT_S = 5.0
@@ -50,6 +52,7 @@ class WorkerActor:
         self._events: queue.SimpleQueue[WorkerEvent | None] = queue.SimpleQueue()
         self._batches = 0
         self._lost: str | None = None
+        self._stuck: int | None = None
         missing = [path for path in spec.job.paths(spec.weights) if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
@@ -78,7 +81,7 @@ class WorkerActor:
             self._link.send(batch)
         except Exception as error:  # noqa: BLE001  # whatever it is, this batch is missed
             self._lost = f"what it was sent did not arrive, {_why(error)}"
-            self._link.kill()
+            self.end()
 
     def receive(self) -> list[WorkerEvent | None]:
         """The worker's events since the last call, waiting for one."""
@@ -90,7 +93,9 @@ class WorkerActor:
 
     def end(self) -> int | None:
         """End the worker and all its processes. Returns the one that SIGKILL does not end."""
-        return None if self._link is None else self._link.kill()
+        if self._link is not None:
+            self._stuck = self._link.kill() or self._stuck
+        return self._stuck
 
     def exit_reason(self) -> str:
         return self._lost or (self._link.exit_reason() if self._link is not None else "")
@@ -127,6 +132,8 @@ class ActorLink:
                 process = ray.get(self._actor.end.remote(), timeout=KILL_TIMEOUT_S)
         if process is None:
             ray.kill(self._actor)
+        elif self._actor not in KEPT:
+            KEPT.append(self._actor)
         self._listener.join(KILL_TIMEOUT_S)
         return process
 

@@ -250,7 +250,7 @@ def test_an_arm_with_a_quantised_sampler():
         "none, linear, token",
         "int8, no noise, none",
     ]
-    assert len(arms) == 29
+    assert len(arms) == 29 + 4
     assert {str(arm) for arm in quantised_training.EVERY} - set(arms) == {
         "none, no noise, token",
         *(f"{quantization}, no noise, exact" for quantization in ("none", "int8", "int4")),

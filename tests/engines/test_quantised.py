@@ -339,7 +339,7 @@ def test_no_rows_are_no_error():
 
 
 def test_weights_that_are_not_here_whole_are_refused():
-    with pytest.raises(UserError, match="int8: the weights are on meta, and without vLLM quantised ones"):
+    with pytest.raises(UserError, match="int8: without vLLM there are no products of such weights on meta"):
         quantisable(tiny().to("meta"), "int8")
     spread = tiny()
     spread.lm_head.weight = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves it
@@ -372,4 +372,5 @@ def test_what_a_copy_takes_is_what_plan_counts(name):
 def test_each_scheme_can_be_asked_for():
     named = set(get_args(get_type_hints(RolloutConfig)["quantization"]))
     assert named == set(get_args(Quantisation)) == {"none", *SCHEMES}
-    assert by_size() == ["int8", "int4"]
+    assert by_size(SCHEMES) == ["int8", "int4"]
+    assert by_size(["nvfp4", "fp8"]) == ["fp8", "nvfp4"]

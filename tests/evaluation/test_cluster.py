@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +250,9 @@ def test_a_process_that_does_not_end_keeps_its_slot(tmp_path, monkeypatch):
         link = executor.start(spec, events.put)
         assert isinstance(events.get(timeout=120), Ready)
         assert link.kill() == 4242
+        del link  # as the pool does
+        gc.collect()
+        time.sleep(5.0)
         assert not ray.available_resources().get("CPU")
         executor.close()
 

@@ -128,13 +128,22 @@ def test_a_model_of_images_is_refused(settings, tmp_path):
 
 
 def test_without_vllm_it_is_a_cpus_or_an_npus():
-    require_products("cpu", "--quantization int8", "--use_vllm")
-    require_products("npu", "--quantization int8", "--use_vllm")
-    with pytest.raises(UserError) as refused:
-        require_products("cuda", "--quantization int8", "--use_vllm")
-    assert str(refused.value) == (
-        "--quantization int8: the weights are on cuda, and without vLLM quantised ones are multiplied on CPUs and NPUs"
-        " alone; write --use_vllm, or none"
+    def said(kind: str, quantization: str, by_vllm: str | None) -> str:
+        with pytest.raises(UserError) as refused:
+            require_products(kind, quantization, f"--quantization {quantization}", by_vllm)
+        return str(refused.value)
+
+    for kind in ("cpu", "npu"):
+        require_products(kind, "int8", "--quantization int8", "--use_vllm")
+    assert said("cuda", "int8", "--use_vllm") == (
+        "--quantization int8: without vLLM there are no products of such weights on cuda; write --use_vllm or none"
+    )
+    assert said("npu", "fp8", "--use_vllm") == (
+        "--quantization fp8: without vLLM there are no products of such weights on npu; write int8 or int8_w8a8 or int4"
+        " or none"
+    )
+    assert said("npu", "int4", None) == (
+        "--quantization int4: vLLM has no products of such weights on npu; write int8_w8a8 or none"
     )
 
 

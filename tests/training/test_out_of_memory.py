@@ -94,14 +94,15 @@ def test_the_advice_makes_a_configuration_that_is_accepted(phase):
 def test_vllms_base_in_fewer_bits_comes_after_what_keeps_what_is_learned():
     vllm = BATCH | {"training__use_vllm": "true"}
     text = list(changes("rollout", config(**vllm)))
-    at = text.index("--config.rollout.quantization int8 (now none: rounds the base that draws)")
+    at = text.index("--config.rollout.quantization int8_w8a8 (now none: rounds the base that draws)")
     assert text[0].startswith("--config.training.vllm_gpu_memory_utilization")
     assert text[at + 1].startswith("--config.training.max_completion_length 512")
     for phase in ("rollout", "update"):
         assert not [flag for flag in flags(phase, **BATCH) if "quantization" in flag]  # a CPU's copy is one more
     assert not [flag for flag in flags("rollout", **vllm, peft__type="none") if "quantization" in flag]
-    assert fewer_bits("int8") == fewer_bits("int8_w8a8") != "int8"
-    assert fewer_bits("int4") is None
+    assert (fewer_bits("none", "cuda"), fewer_bits("none", "npu")) == ("int8", "int8_w8a8")
+    assert fewer_bits("int8", "cuda") == fewer_bits("int8_w8a8", "cuda") == "int4"
+    assert fewer_bits("int4", "cuda") is fewer_bits("int8_w8a8", "npu") is None
 
 
 def test_the_line_names_the_phase_and_present_values_of_three_settings():
@@ -132,7 +133,7 @@ def test_a_workers_error_gets_advice_for_what_workers_hold():
     vllm = {"rollout__engine": "vllm", "rollout__workers": 1}
     assert flags("worker", **BATCH, **vllm)[:2] == [
         "--config.training.vllm_gpu_memory_utilization 0.21",
-        "--config.rollout.quantization int8",
+        "--config.rollout.quantization int8_w8a8",
     ]
     with pytest.raises(RunError, match="all is lost"), explain_out_of_memory(config()):
         raise RunError("all is lost")

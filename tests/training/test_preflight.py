@@ -2,6 +2,7 @@
 
 import pytest
 
+from perl.adapters.quantised_base import check_drawn
 from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.runs.setup import model_dtype
@@ -52,15 +53,16 @@ def test_an_older_policy_needs_gathered_weights_under_zero3(ahead, monkeypatch):
         check_engine(config(*flags, "false"))
 
 
-def test_under_fsdp2_a_quantised_base_is_the_workers(monkeypatch):
-    monkeypatch.setattr("perl.training.preflight.strategy_of", lambda training: "fsdp2")
+def test_under_fsdp2_a_quantised_base_is_the_workers():
     flags = ["--config.rollout.quantization", "int8"]
     with pytest.raises(UserError, match=r"int8: FSDP2 gathers .* to draw; write --config\.rollout\.workers 1 or more"):
-        check_engine(config(*flags))
+        check_drawn(config(*flags), "npu", "fsdp2")
     flags += ["--config.rollout.workers", "1", "--config.validation.quantized"]
-    check_engine(config(*flags, "false"))
+    check_drawn(config(*flags, "false"), "npu", "fsdp2")
+    check_drawn(config(*flags, "true"), "npu", "fsdp2")  # nothing is validated
+    flags += ["true", "--config.validation.datasets", '["gsm8k"]']
     with pytest.raises(UserError, match=r"to validate; write --config\.validation\.quantized false$"):
-        check_engine(config(*flags, "true"))
+        check_drawn(config(*flags), "npu", "fsdp2")
 
 
 RAY = ["--config.rollout.workers", "1", "--config.rollout.executor", "ray", "--config.rollout.ray_address"]

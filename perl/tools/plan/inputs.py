@@ -13,6 +13,7 @@ import yaml
 
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_stored
+from perl.adapters.quantised_base import check_drawn
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
@@ -22,7 +23,6 @@ from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
-from perl.engines.quantised import require_products
 from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.models.nf4 import FIELDS
 from perl.models.quantised_base import bits_of, described, fields_of
@@ -196,10 +196,7 @@ def job_of(
             prompt=0, completion=longest, group=1, steps_per_generation=rows, engine=None, packed=False, **common
         )
     training, rollout = config.training, config.rollout
-    if rollout.quantization != "none" and rollout.engine == "fast":
-        require_products(
-            device.kind, f"--config.rollout.quantization {rollout.quantization}", "--config.rollout.engine vllm"
-        )
+    check_drawn(config, device.kind, parallel)
     return Job(
         prompt=_needed(config.dataset.max_prompt_length, "dataset.max_prompt_length", "prompt"),
         completion=int(training.max_completion_length or 256),

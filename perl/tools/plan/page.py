@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from perl.adapters.applied import STRATEGIES
-from perl.engines.quantised import by_size, multiplies
+from perl.device import OWN_QUANTIZES, VLLM_QUANTIZES
+from perl.engines.quantised import by_size
 from perl.tools.plan.devices import SIZES
 from perl.tools.plan.memory import (
     COPY,
@@ -67,9 +68,9 @@ class Plan:
         whole = dataclasses.replace(self.job, loaded=None, quantization="none")
         yield "as it is", whole
         by_layer = self.job.parallel == "fsdp2" and not self.job.workers
-        own = self.job.engine == "fast" and multiplies(self.device.kind) and not by_layer
-        if self.job.engine == "vllm" or own:
-            for name in by_size():
+        if self.job.engine == "vllm" or (self.job.engine == "fast" and not by_layer):
+            known = VLLM_QUANTIZES if self.job.engine == "vllm" else OWN_QUANTIZES
+            for name in by_size(known[self.device.kind]):
                 yield f"rollouts in {name}", dataclasses.replace(whole, quantization=name)
         if self.job.engine != "vllm" and self.job.parallel not in STRATEGIES:
             yield "loaded in 4 bits", dataclasses.replace(whole, loaded=NF4)

@@ -317,7 +317,17 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         (
             ["--config.rollout.quantization", "int8", "--device", "h100"],
             None,
-            "the weights are on cuda, and without vLLM quantised ones are multiplied on CPUs and NPUs alone",
+            "no products of such weights on cuda; write --config.rollout.engine vllm or none",
+        ),
+        (
+            ["--config.rollout.quantization", "fp8", "--device", "910b"],
+            None,
+            "no products of such weights on npu; write int8 or int8_w8a8 or int4 or none",
+        ),
+        (
+            ["--config.rollout.quantization", "int8", "--device", "910b", "--count", "2", "--parallel", "fsdp2"],
+            None,
+            "int8: FSDP2 gathers each layer's own weights to draw; write --config.rollout.workers 1 or more",
         ),
         (["--method", "rl"], None, "--method: unknown method 'rl'"),
         (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),
