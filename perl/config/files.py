@@ -19,8 +19,10 @@ FIELDS = (
     "validation.datasets",
     "peft.adapter",
     "reward.functions",
+    "environment.tools",
+    "environment.factory",
 )
-"""Fields, or lists, of paths; names of tasks, of rewards and on the hub may stand there too."""
+"""Fields, or lists, of paths; names of tasks, of rewards, of tools and on the hub may stand there too."""
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".py", ".yaml")
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from perl import device
 from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.base.provenance import text_hash
@@ -206,11 +207,13 @@ def warn_of_quantization(config: EvalConfig, folders: Iterable[Path]) -> None:
         trained = trained_with(folder, "rollout").get("quantization")
         if isinstance(trained, str) and trained not in (config.quantization, *told):
             told.add(trained)
-            unmerged = "" if trained == "none" else " --use_vllm --adapter_mode lora"
+            how = f"--quantization {trained}" + ("" if trained == "none" else " --use_vllm --adapter_mode lora")
+            if trained not in ("none", *device.VLLM_QUANTIZES[device.detect().kind]):
+                how = "--config.validation.quantized true in the training, as vLLM has no such products here"
             log.warning(
                 "%s was trained with --config.rollout.quantization %s, and is scored with --quantization %s: as it drew"
-                " in training it is scored by --quantization %s%s",
-                folder, trained, config.quantization, trained, unmerged,
+                " in training it is scored by %s",
+                folder, trained, config.quantization, how,
             )  # fmt: skip
 
 

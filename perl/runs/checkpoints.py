@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.base.errors import UserError
 from perl.base.files import SAVING, atomic_write, read_json, typed
-from perl.scoring.results import BEST, BEST_FILE, VALIDATION
+from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, VALIDATION
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -232,6 +232,8 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     made_at |= {folder: step_of(folder) for folder in (run_dir / VALIDATION).glob("step-*")}
     if (best := run_dir / BEST / BEST_FILE).is_file():
         made_at[best.parent] = read_json(best, hint=f"remove {best.parent}", kind=BestStep)["step"]
+    if (before := run_dir / BEST_BEFORE / BEST_FILE).is_file():
+        made_at[before.parent] = read_json(before, hint=f"remove {before.parent}", kind=BestStep)["step"]
     for folder, made in made_at.items():
         if made > step:
             kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)
@@ -239,3 +241,8 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
             log.info("%s is of a later step than the run goes on from: moved to %s", folder, kept)
+    if (before := run_dir / BEST_BEFORE).is_dir():
+        if best.parent.is_dir():  # no later one took its place
+            shutil.rmtree(before)
+        else:
+            before.rename(best.parent)

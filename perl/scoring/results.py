@@ -33,6 +33,8 @@ RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
 SWEEP, COMPARE = "sweep.json", "compare.json"
 METRICS, VALIDATION = "metrics.jsonl", "validation"
 BEST, BEST_FILE = "best", "best.json"
+BEST_BEFORE = "_best_before"
+"""In a run's folder: the best up to the last checkpoint, while a later one stands in BEST."""
 
 AGAIN = "the same command of perl/eval.py writes it again"
 

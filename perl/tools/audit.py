@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         lookup({**REWARDS, **TASKS}, name, "reward or task")
     if task is not None:
         lookup(TASKS, task, "task", "--task")
+    if args.deadline_s <= 0:
+        raise UserError(f"--deadline_s {args.deadline_s:g}: write a number above 0")
     if args.rows < 1:
         raise UserError(f"--rows {args.rows}: write a number from 1")
     if args.form is not None and ANSWER not in args.form:
@@ -145,7 +147,7 @@ def show(found: Audit, console: Console) -> None:
         console.print(table)
         console.print(f"{found.ms_median:.2f} ms a completion, at most {found.ms_max:.2f}", highlight=False)
     for line in (*found.faults, *found.notes, f"{found.name}: {found.verdict}, by {found.rows} rows"):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 def cells(share: Share, word: str) -> tuple[str, str, str]:

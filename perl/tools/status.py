@@ -45,7 +45,12 @@ def lines(folder: Path, now: float) -> list[str]:
     process = process_that_holds(folder / LOCK)
     works = f"process {process} works in it" if process else "no process of this machine works in it"
     rows = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
-    ended = ", it has ended" if any("train_runtime" in row for _, row in rows) else ""
+    ended = ""
+    if not process and any("train_runtime" in row for _, row in rows):
+        result = any((folder / name).is_dir() for name in ("adapter", "model"))
+        ended = (
+            ", it has ended" if result else ", it was stopped: --config.training.resume_from_checkpoint auto goes on"
+        )
     found = [f"{folder}: {works}{ended}"]
     if steps := [(step, row) for step, row in rows if any(name in row for name in OF_A_STEP)]:
         step, row = steps[-1]

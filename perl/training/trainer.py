@@ -166,7 +166,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.window_done() or self.pending is None:
             self.model.train()
             with self.clock("prepare"), self.saved_where_workers_are_lost():
-                batch, self.pending = self.step.batch(self.state.global_step)
+                made = self._step % self.args.gradient_accumulation_steps
+                batch, self.pending = self.step.batch(self.state.global_step, made)
                 self._log_batch(batch)
         micro_batch = self.pending[self._step % per_generation]
         self.clock.count_trained(micro_batch.trained_tokens)

@@ -46,6 +46,7 @@ from perl.runs.together import failing_together
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import (
     BEST,
+    BEST_BEFORE,
     BEST_FILE,
     METRICS,
     SAMPLES,
@@ -118,6 +119,14 @@ class Validation(TrainerCallback):
         stopping = control.should_training_stop and state.global_step < state.max_steps  # the resumed run will do it
         if self.due(state.global_step, state.max_steps) and not stopping:
             control.should_evaluate = True
+
+    def on_save(self, args, state, control, **kwargs):
+        """The best adapter is that up to this checkpoint now."""
+        if self.rank == 0:
+            shutil.rmtree(self.run_dir / BEST_BEFORE, ignore_errors=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.on_save(args, state, control)
 
     def run(self, step: int, engine: PolicyEngine, save_adapter: Callable[[Path], None]) -> dict[str, float]:
         """Validate the adapter after `step` steps; every process must come here, and all get the metrics.
@@ -285,6 +294,8 @@ class Validation(TrainerCallback):
             core = {name: number for name, number in metrics.items() if name.startswith("val-")}
             best: Best = {"step": step, "metric": self.chosen_by, "value": value, "metrics": core}
             write_json(made / BEST_FILE, best)
+            if folder.is_dir() and not (self.run_dir / BEST_BEFORE).exists():
+                folder.rename(self.run_dir / BEST_BEFORE)
             put_in_place(made, folder)
         log.info(
             "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder

@@ -52,6 +52,14 @@ def test_the_working_directory_goes_first_and_says_nothing(there, tmp_path):
     assert parsed.warnings == []
 
 
+def test_beside_the_recipe_an_environment(there, tmp_path):
+    argv = recipe(tmp_path / "r", "environment: {factory: 'mine.py:Talk', tools: [python, 'mine.py:add']}\n")
+    (tmp_path / "r" / "mine.py").touch()
+    environment = parse(argv).values.environment
+    assert environment.factory == f"{tmp_path / 'r' / 'mine.py'}:Talk"
+    assert environment.tools == ["python", f"{tmp_path / 'r' / 'mine.py'}:add"]
+
+
 def test_beside_the_recipe_data_and_reward(there, tmp_path):
     text = "dataset: {dataset_name_or_path: [rows.jsonl, gsm8k]}\nreward: {functions: [accuracy, 'mine.py:brief']}\n"
     argv = recipe(tmp_path / "r", text)

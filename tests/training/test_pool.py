@@ -157,6 +157,14 @@ class Validated(TrainerCallback):
         self.engine.publish(Weights(version=state.global_step))
 
 
+def test_workers_draw_no_batch_beyond_the_last_one(tmp_path):
+    """Two steps of two generation batches each, of two prompts."""
+    model = save_tiny(tmp_path / "model", scale=4.0)
+    window = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    _, trainer, _ = train(model, tmp_path / "run", 1, 1, max_steps=2, num_generations=4, **window)
+    assert trainer.step.collector.stream.next == 2 * 2 * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_validation_leaves_what_the_newest_policy_draws_alone(model, tmp_path, iterations):

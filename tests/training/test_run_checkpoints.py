@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from perl.runs.checkpoints import (
     put_in_place,
     torn,
 )
+from perl.training.validation import Validation
 
 MADE = {"processes": 2, "rows of an optimizer step": 8}
 
@@ -153,3 +155,51 @@ def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
     caplog.clear()
     check_made(str(folder), training(2, 8))
     assert "rows of an optimizer step 8, now 16: the place in the data is counted in batches" in caplog.text
+
+
+def make_best(folder, step):
+    folder.mkdir(parents=True)
+    (folder / "best.json").write_text(json.dumps({"step": step}))
+
+
+def step_of_best(folder):
+    return json.loads((folder / "best.json").read_text())["step"] if folder.is_dir() else None
+
+
+@pytest.mark.parametrize(
+    ("best", "before", "kept"),
+    [
+        (5, 1, 1),  # killed behind checkpoint-3 and behind a better validation than those up to it
+        (None, 1, 1),  # while the better one was put in its place
+        (2, None, 2),
+        (2, 1, 2),  # killed between a checkpoint and the removal of what it makes needless
+        (5, None, None),  # nothing was validated up to the checkpoint
+        (6, 5, None),  # an earlier checkpoint than the last
+    ],
+)
+def test_the_best_adapter_is_that_up_to_the_checkpoint(tmp_path, best, before, kept):
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    for name, step in (("best", best), ("_best_before", before)):
+        if step is not None:
+            make_best(tmp_path / name, step)
+    leave_behind(tmp_path, str(checkpoint))
+    assert step_of_best(tmp_path / "best") == kept
+    assert not (tmp_path / "_best_before").exists()
+    if best is not None and best > 3:
+        assert step_of_best(tmp_path / "_left_behind" / "best") == best
+
+
+def test_a_better_adapter_leaves_that_of_the_last_checkpoint_until_the_next(tmp_path):
+    validation: Any = Validation.__new__(Validation)
+    validation.run_dir, validation.rank, validation.chosen_by, validation.best = tmp_path, 0, "val-core/acc", None
+    validation.setup = SimpleNamespace(trained="adapter")
+    for step, value in ((1, 0.5), (2, 0.6), (3, 0.7)):
+        validation.keep_best(step, {"val-core/acc": value}, lambda folder: folder.mkdir(parents=True))
+        found = [step_of_best(tmp_path / name) for name in ("best", "_best_before")]
+        assert found == [step, None if step == 1 else 1]
+    validation.on_save(None, None, None)
+    assert not (tmp_path / "_best_before").exists()
+    validation.keep_best(4, {"val-core/acc": 0.8}, lambda folder: folder.mkdir(parents=True))
+    assert [step_of_best(tmp_path / name) for name in ("best", "_best_before")] == [4, 3]
