@@ -315,7 +315,6 @@ def draw(results: Sequence[Row]) -> None:
     results = [row for row in results if row["model"] == "quickstart"]
     tables: Mapping[str, str] = {
         "accuracy": table(results, "accuracy"),
-        "reward": table(results, "reward"),
         "policy": policy_table(results),
         "sampler": sampler_table(results),
         "factors": factors_table(results),
