@@ -145,7 +145,7 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         _publish=lambda step: Weights(version=step),
         _finite_rewards=lambda rows, step: None,
         weights=Weights(version=-1),
-        _batches_left=lambda step: 1,
+        _batches_left=lambda step, made: 1,
     )
     with pytest.raises(StopIteration):
         Step.batch(step, 0)
