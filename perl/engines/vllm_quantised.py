@@ -61,9 +61,11 @@ def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, tr
         try:
             return start_vllm({**options, "model": str(folder)}, training)
         except (ValueError, NotImplementedError) as error:
-            if isinstance(error, UserError) or not any(word in str(error) for word in ("kernel", "quantization")):
+            found = isinstance(error, NotImplementedError) or "kernel" in str(error) or "quantization" in str(error)
+            if isinstance(error, UserError) or not found:
                 raise
-            raise UserError(refusal) from error
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"{refusal} (vLLM: {why})") from error
 
 
 class QuantisedVLLMEngine(VLLMEngine):

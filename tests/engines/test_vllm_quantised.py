@@ -3,6 +3,7 @@ what perl's own products of the same whole numbers do, below the adapter too."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from perl.adapters.quantised_base import quantisable
 from perl.base.errors import UserError
+from perl.engines import vllm_quantised
 from perl.engines.quantised import SCHEMES, FloatProduct, QuantisedLayers, global_scale
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_quantised import packed, quantised_files
@@ -219,6 +221,19 @@ def test_what_vllms_library_reads_is_what_was_quantised(tmp_path, quantization):
         again = library.decompress(library.compress(given, scheme), scheme)["weight"].float()
         assert float((again == read).float().mean()) > 0.999  # a tie may go the other way
         assert float((own - weight).norm() / weight.norm()) < (0.04 if quantization == "fp8" else 0.13)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("No scheme was found.\nmore"), ValueError("no kernel")])
+def test_what_vllm_says_of_weights_that_it_does_not_take_is_one_line(base, monkeypatch, error):
+    def start(options: Any, training: bool) -> Any:
+        raise error
+
+    monkeypatch.setattr(vllm_quantised, "start_vllm", start)
+    monkeypatch.setattr(vllm_quantised, "adapters_on_packed_layers", contextlib.nullcontext)  # imports vllm
+    with pytest.raises(UserError) as refused:
+        vllm_quantised.start_quantised({"model": str(base)}, "fp8", "--quantization fp8")
+    said = "--quantization fp8: vLLM has no product of such weights with bfloat16 on this cpu; write another, or none"
+    assert str(refused.value) == f"{said} (vLLM: {str(error).splitlines()[0]})"
 
 
 @pytest.mark.vllm
