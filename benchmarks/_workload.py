@@ -32,7 +32,8 @@ from trl import GRPOTrainer
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.load import Config
+from perl.config.schema import AlgorithmConfig, DatasetConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.records import Completion, Prompt, Weights
 from perl.training.trainer import PerlGRPOTrainer
@@ -226,18 +227,15 @@ def make_trainer(
         "disable_tqdm": True,
         "use_transformers_continuous_batching": side == "trl_cb",
     }
-    adapter = ADAPTERS[PEFT.type]
-    extra: dict[str, Any] = {"peft_config": adapter.build(PEFT)}
+    args = TrainingConfig(output_dir=folder, **(defaults | settings))
+    extra: dict[str, Any] = {"args": args, "peft_config": ADAPTERS[PEFT.type].build(PEFT)}
     if side == "ours":
-        noise = NoiseConfig(enabled=False, seed=0)
         rollout = RolloutConfig(engine="fast", merge_adapter=policy.merge_adapter, capture_graphs=policy.capture_graphs)
-        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": rollout}
-        extra |= {"algorithm": algorithm or AlgorithmConfig(), "critic": CriticConfig()}
+        extra = {"config": plain(args, rollout=rollout, algorithm=algorithm or AlgorithmConfig())}
     trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
     trainer = trainer_class(
         model=make_model(policy),
         reward_funcs=reward,
-        args=TrainingConfig(output_dir=folder, **(defaults | settings)),
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in prompt) for prompt in work.prompts]}),
         processing_class=make_tokenizer(policy.eos[0]),
         **extra,
@@ -245,6 +243,16 @@ def make_trainer(
     trainer.state.max_steps = 1000  # train() sets its own; a rollout outside of it asks too
     wake_adapter(trainer.model)
     return trainer
+
+
+def plain(args: TrainingConfig, **groups: Any) -> Config:
+    """The adapter PEFT, no noise, prompts of any length.
+
+    Args:
+        groups: other groups of the configuration.
+    """
+    noise, data = NoiseConfig(enabled=False, seed=0), DatasetConfig(max_prompt_length=None)
+    return Config(training=args, peft=PEFT, noise_injection=noise, dataset=data, **groups)
 
 
 def force_lengths(trainer: Any, processor: ForcedLengths) -> None:

@@ -26,10 +26,10 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from benchmarks._side import Side, ratio, serve, take_turns
-from benchmarks._workload import PEFT, VOCABULARY, Policy, clock, force_lengths, make_model, wake_adapter
+from benchmarks._workload import PEFT, VOCABULARY, Policy, clock, force_lengths, make_model, plain, wake_adapter
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.config.schema import AlgorithmConfig, CriticConfig, EnvironmentConfig, NoiseConfig, RolloutConfig
+from perl.config.schema import EnvironmentConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.environments.conversation import Conversations
 from perl.environments.template import ChatTemplate
@@ -135,25 +135,19 @@ def a_round(side: str, options: argparse.Namespace, folder: str) -> Callable[[],
     )
     common: dict[str, Any] = {
         "model": make_model(policy),
-        "args": args,
         "reward_funcs": lambda completions, **_: None,
         "train_dataset": Dataset.from_dict({"prompt": [prompt] * max(2, options.prompts)}),
         "processing_class": tokenizer,
     }
-    adapter = ADAPTERS[PEFT.type]
     if side == "trl":
-        trainer: Any = trl.GRPOTrainer(**common, peft_config=adapter.build(PEFT), tools=[search])
+        peft_config = ADAPTERS[PEFT.type].build(PEFT)
+        trainer: Any = trl.GRPOTrainer(**common, args=args, peft_config=peft_config, tools=[search])
     else:
         source = EnvironmentSource(make=lambda: ToolUse({"search": search}), schemas=schemas)
         settings = EnvironmentConfig(max_turns=options.turns)
         trainer = PerlGRPOTrainer(
+            plain(args, rollout=RolloutConfig(engine="fast")),
             **common,
-            adapter=adapter,
-            adapter_config=PEFT,
-            noise=NoiseConfig(enabled=False, seed=0),
-            rollout=RolloutConfig(engine="fast"),
-            algorithm=AlgorithmConfig(),
-            critic=CriticConfig(),
             conversations=Conversations(source=source, template=template, config=settings),
         )
     trainer.state.max_steps = 1000

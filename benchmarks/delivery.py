@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -32,19 +33,20 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import perl
 from benchmarks._learning import markdown
 from benchmarks._workload import EOS, PAD, VOCABULARY, make_tokenizer
-from perl.adapters import ADAPTERS
 from perl.adapters.delivery import delivered, pack, unpacked
 from perl.base.errors import RankError, UserError
-from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.load import Config
+from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.cache import Prefix
 from perl.engines.runner import Runner
+from perl.engines.torch_copy import TorchCopy
 from perl.models.folders import load_model
 from perl.records import Weights
 from perl.training import pool as training_pool
 from perl.training.grpo import import_trainer
 from perl.workers.pool import WorkerPool
-from perl.workers.rollouts import RolloutJob, Version
+from perl.workers.rollouts import Copy, RolloutJob, Version
 from perl.workers.worker import Result, WorkerEvent
 
 FAULTY = 2
@@ -121,7 +123,7 @@ class FaultyJob(RolloutJob):
 
     def serve(self, weights: Version, inbox: Any) -> Iterator[WorkerEvent]:
         faulty: Any = FaultyInbox(inbox, self.fault, _start)
-        for event in RolloutJob.serve(self, weights, faulty):
+        for event in RolloutJob.serve(replace(self, open_copy=self._faulty_copy), weights, faulty):
             if self.fault == "workers of a killed run" and isinstance(event, Result):
                 drawn = event.completion
                 if drawn.version.weights.version >= FAULTY:
@@ -130,8 +132,9 @@ class FaultyJob(RolloutJob):
             else:
                 yield event
 
-    def torch_engine(self) -> Any:
-        engine = RolloutJob.torch_engine(self)
+    def _faulty_copy(self) -> Copy:
+        copy: Any = self.open_copy()
+        engine = copy.engine
         _start.update({name: tensor.detach().clone() for name, tensor in delivered(engine.model).items()})
         publish = engine.publish
 
@@ -143,7 +146,7 @@ class FaultyJob(RolloutJob):
         engine.publish = published  # type: ignore[method-assign]
         if self.fault == "stale prefix cache":
             _keep_prefixes()
-        return engine
+        return copy
 
     def _go_wrong(self, engine: Any, weights: Weights) -> Weights:
         if self.fault == "noise withheld":
@@ -221,18 +224,18 @@ def open_trainer(base: str, folder: Path, rollout: RolloutConfig, **settings: An
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "beta": 0.0, "seed": 11,
         "gradient_checkpointing": False, "use_cpu": True,
     }  # fmt: skip
+    config = Config(
+        training=TrainingConfig(output_dir=str(folder), **fixed | settings),
+        peft=PeftConfig(type="lora", r=4, lora_alpha=8, target_modules="all-linear"),
+        noise_injection=NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.05, num_stages=2),
+        rollout=rollout,
+    )
     return import_trainer()(
+        config,
         model=model,
-        args=TrainingConfig(output_dir=str(folder), **fixed | settings),
         train_dataset=Dataset.from_list([{"prompt": f"w{1100 + i} w1050 w{1060 + i}"} for i in range(PROMPTS)]),
         processing_class=make_tokenizer(),
         reward_funcs=[reward],
-        adapter=ADAPTERS["lora"],
-        adapter_config=PeftConfig(type="lora", r=4, lora_alpha=8, target_modules="all-linear"),
-        noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.05, num_stages=2),
-        rollout=rollout,
-        algorithm=AlgorithmConfig(),
-        critic=CriticConfig(),
     )
 
 
@@ -253,7 +256,8 @@ def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "
     def faulty_pool() -> WorkerPool:
         pool = open_pool()
         job = {each.name: getattr(pool._job, each.name) for each in fields(RolloutJob)}
-        job |= {"model": other} if fault == "another base" else {}
+        if fault == "another base":
+            job["open_copy"] = functools.partial(TorchCopy, other, **job["open_copy"].keywords)
         pool._job = FaultyJob(**job, fault=str(fault))
         return pool
 

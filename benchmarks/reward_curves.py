@@ -119,17 +119,14 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
     with tempfile.TemporaryDirectory() as folder:
         config = configure(flags, steps, folder)
         tokenizer = load_tokenizer(config.model.model_name_or_path)
-        adapter, model = ADAPTERS[config.peft.type], load_model(config)
-        extra: dict[str, Any] = {} if isinstance(model, PeftModel) else {"peft_config": adapter.build(config.peft)}
-        if side == "ours":
-            extra = {"adapter": adapter, "adapter_config": config.peft}
-            extra |= {"noise": config.noise_injection, "rollout": config.rollout}
-            extra |= {"algorithm": config.algorithm, "critic": config.critic}
+        model, extra = load_model(config), {"config": config}
+        if side != "ours":
+            peft_config = None if isinstance(model, PeftModel) else ADAPTERS[config.peft.type].build(config.peft)
+            extra = {"args": config.training, "peft_config": peft_config}
         trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
         clock = Seconds()
         trainer = trainer_class(
             model=model,
-            args=config.training,
             train_dataset=build_dataset(config.dataset, tokenizer),
             processing_class=tokenizer,
             reward_funcs=build_rewards(config.reward.functions, reward_context(config, grader)),

@@ -52,7 +52,6 @@ def timed(work: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
 
 
 def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], dict[str, Any]]:
-    from perl.adapters import ADAPTERS
     from perl.runs.setup import load_model
     from perl.training.preflight import check_run
     from perl.training.validation import Validation
@@ -72,17 +71,11 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
     assert checked.validation is not None
     validation = Validation(checked.validation, Grader(), folder / "run", "hf", 0, 1)
     trainer = import_trainer()(
+        config,
         model=load_model(config),
-        args=config.training,
         train_dataset=checked.dataset,
         processing_class=checked.tokenizer,
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
-        adapter=ADAPTERS["lora"],
-        adapter_config=config.peft,
-        noise=config.noise_injection,
-        algorithm=config.algorithm,
-        critic=config.critic,
-        rollout=config.rollout,
         validation=validation,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 from datasets import Dataset
 
 from perl.adapters import ADAPTERS
-from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.load import Config
+from perl.config.schema import (
+    AlgorithmConfig,
+    CommonConfig,
+    CriticConfig,
+    DatasetConfig,
+    NoiseConfig,
+    PeftConfig,
+    RolloutConfig,
+)
 from perl.config.training import TrainingConfig
 from perl.records import Prompt, Weights, row_seed
 from perl.training.batch import Batch, MicroBatch
@@ -71,7 +81,7 @@ def make_trainer(
     algorithm: dict[str, Any] | None = None,
     critic: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
-    on_nonfinite: str = "stop",
+    on_nonfinite: Any = "stop",
     conversations: Any = None,
     **args: Any,
 ) -> Any:
@@ -89,25 +99,25 @@ def make_trainer(
         conversations: perl.environments.conversation's, with an environment.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
-    config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
+    training = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
     ours = import_trainer()
     kind = kind or ours
-    peft = peft or PeftConfig(type=adapter, r=4, lora_alpha=8)
-    extra: dict[str, Any] = {"peft_config": ADAPTERS[adapter].build(peft)}
+    peft = replace(peft or PeftConfig(r=4, lora_alpha=8), type=adapter)  # type: ignore[arg-type]
+    extra: dict[str, Any] = {"args": training, "peft_config": ADAPTERS[adapter].build(peft)}
     if issubclass(kind, ours):
-        extra = {
-            "adapter": ADAPTERS[adapter],
-            "adapter_config": peft,
-            "noise": noise or NoiseConfig(enabled=False, seed=0),
-            "rollout": RolloutConfig(**({"engine": engine} | (rollout or {}))),
-            "algorithm": AlgorithmConfig(**(algorithm or {})),
-            "critic": CriticConfig(**(critic or {})),
-            "on_nonfinite": on_nonfinite,
-            "conversations": conversations,
-        }
+        config = Config(
+            common=CommonConfig(on_nonfinite=on_nonfinite),
+            dataset=DatasetConfig(max_prompt_length=None),
+            peft=peft,
+            noise_injection=noise or NoiseConfig(enabled=False, seed=0),
+            rollout=RolloutConfig(**({"engine": engine} | (rollout or {}))),
+            algorithm=AlgorithmConfig(**(algorithm or {})),
+            critic=CriticConfig(**(critic or {})),
+            training=training,
+        )
+        extra = {"config": config, "conversations": conversations}
     return kind(
         model=model or tiny_model(scale=4.0),
-        args=config,
         train_dataset=dataset or Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer or tiny_tokenizer(),
         reward_funcs=list(rewards),

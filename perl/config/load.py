@@ -98,7 +98,7 @@ class Program(Generic[C]):
         return getattr(training, self.training)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config(Groups):
     """The resolved configuration of a training run."""
 

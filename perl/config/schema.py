@@ -387,33 +387,33 @@ class LoggingConfig:
     wandb_project: str | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Groups:
     """The groups of perl.train that are ours."""
 
-    common: CommonConfig
-    model: ModelConfig
-    dataset: DatasetConfig
-    algorithm: AlgorithmConfig
-    critic: CriticConfig
-    peft: PeftConfig
-    rollout: RolloutConfig
-    noise_injection: NoiseConfig
-    reward: RewardConfig
-    environment: EnvironmentConfig
-    validation: ValidationConfig
-    logging: LoggingConfig
+    common: CommonConfig = field(default_factory=CommonConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    noise_injection: NoiseConfig = field(default_factory=NoiseConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SFTGroups:
     """The groups of perl.sft that are ours."""
 
-    common: CommonConfig
-    model: ModelConfig
-    dataset: SFTDatasetConfig
-    peft: PeftConfig
-    logging: LoggingConfig
+    common: CommonConfig = field(default_factory=CommonConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: SFTDatasetConfig = field(default_factory=SFTDatasetConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
 GROUPS: dict[str, type] = get_type_hints(Groups)

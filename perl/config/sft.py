@@ -29,7 +29,7 @@ RULES = (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SFTRunConfig(SFTGroups):
     """The resolved configuration of a supervised fine-tuning."""
 

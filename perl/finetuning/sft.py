@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perl.adapters import ADAPTERS
 from perl.config.sft import parse
 from perl.finetuning.rows import check_rows
 from perl.runs.callbacks import StopOnSignal
@@ -47,15 +46,12 @@ def fine_tune(argv: Sequence[str]) -> Path:
             describe_run(run_dir, config, parsed, checked)
             with users_error("--config"):  # TRL checks combinations of its own arguments
                 trainer = trainer_class(
+                    config,
                     model=load_model(config),
-                    args=config.training,
                     train_dataset=checked.dataset,
                     eval_dataset=checked.eval_dataset,
                     processing_class=checked.tokenizer,
-                    adapter=ADAPTERS[config.peft.type],
-                    adapter_config=config.peft,
                     write_card=functools.partial(write_training_card, run_dir, learned=checked.learned),
-                    on_nonfinite=config.common.on_nonfinite,
                     callbacks=[*log_writers(run_dir), stop],
                 )
             watch.clock = trainer.clock

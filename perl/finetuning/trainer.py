@@ -6,17 +6,17 @@ import copy
 import logging
 from collections import deque
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from trl import SFTTrainer
 
-from perl.adapters import Adapter
+from perl.adapters import ADAPTERS
 from perl.adapters.start import own_precision
 from perl.base.errors import UserError
-from perl.config.schema import PeftConfig
+from perl.config.sft import SFTRunConfig
 from perl.config.training import SFTTrainingConfig
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
 from perl.runs.metrics import StepClock, add_step, model_size, sequences
@@ -29,31 +29,21 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     """Supervised fine-tuning of an adapter.
 
     Args (besides SFTTrainer's):
-        adapter: the PEFT method.
-        adapter_config: the group `peft` of the configuration.
+        config: the run's.
         write_card: writes the model card into a folder that holds an adapter, given the log history; None:
             PEFT's card.
-        on_nonfinite: common.on_nonfinite.
     """
 
     args: SFTTrainingConfig
     model: Any
 
-    def __init__(
-        self,
-        *args: Any,
-        adapter: Adapter,
-        adapter_config: PeftConfig,
-        write_card: WriteCard | None = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
-        **kwargs: Any,
-    ):
-        model = kwargs["model"]
+    def __init__(self, config: SFTRunConfig, *, write_card: WriteCard | None = None, **kwargs: Any):
+        model = kwargs.pop("model")
         wrapped = isinstance(model, PeftModel)  # its adapter is trained further
-        new = None if wrapped else adapter.build(adapter_config)
-        with own_precision(model, new, kwargs["args"].seed) as (model, peft_config):
-            super().__init__(*args, peft_config=peft_config, **(kwargs | {"model": model}))
-        self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
+        new = None if wrapped else ADAPTERS[config.peft.type].build(config.peft)
+        with own_precision(model, new, config.training.seed) as (model, peft_config):
+            super().__init__(model=model, args=config.training, peft_config=peft_config, **kwargs)
+        self.start_adapter(config.peft, write_card, config.common.on_nonfinite)
         self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)
         """Of the update under way, and of the one before where that has begun."""
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl.distributed import DistributedBackend
 
-from perl.adapters import Adapter
+from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.adalora import RankSchedule
 from perl.adapters.applied import Applied, applied
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
@@ -69,10 +69,11 @@ class AdapterTrainer:
     get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
 
     def start_adapter(
-        self, adapter: Adapter, config: PeftConfig, write_card: WriteCard | None, on_nonfinite: Literal["stop", "skip"]
+        self, config: PeftConfig, write_card: WriteCard | None, on_nonfinite: Literal["stop", "skip"]
     ) -> None:
         """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
-        self.adapter, self.adapter_config, self.write_card = adapter, config, write_card
+        self.adapter = adapter = ADAPTERS[config.type]
+        self.adapter_config, self.write_card = config, write_card
         self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
         hook_inputs_once(policy.get_base_model() if has_adapter(policy) else policy)

@@ -1,4 +1,5 @@
-"""The engine that a training samples with, by rollout.engine. To add one: a class of PolicyEngine, and its line."""
+"""The engine that a training samples with, by rollout.engine. To add one: a class of PolicyEngine and its
+line in POLICY_ENGINES; for workers a Copy and its line in COPIES."""
 
 from __future__ import annotations
 
@@ -7,17 +8,20 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 
 from perl.adapters.none import compute_dtype
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of, drawn_at_once, pieces_of
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
+from perl.engines.torch_copy import TorchCopy
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
@@ -27,140 +31,162 @@ from perl.training.processes import Processes
 from perl.workers.conversations import Talks, absolute, hashes_of
 from perl.workers.executors import make_executor
 from perl.workers.pool import WorkerPool
-from perl.workers.rollouts import RolloutJob
+from perl.workers.rollouts import Copy, RolloutJob
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from perl.config.load import Config
     from perl.config.schema import RolloutConfig
+    from perl.config.training import TrainingConfig
+    from perl.device.sharding import Gather
+    from perl.environments.conversation import Conversations
+    from perl.noise.injector import NoiseInjector
+    from perl.records import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
 
-def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> TorchPolicyEngine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What is drawn with in a training: the policy, and what an engine must know of the run."""
+
+    policy: Any
+    """The trained model, not wrapped by DDP or DeepSpeed."""
+    config: Config
+    peft_config: Any
+    """PEFT's, of the policy's adapter; None: all weights are trained."""
+    processing: Any
+    """Its tokenizer or processor."""
+    generation_config: GenerationConfig
+    """TRL's, for the eos and pad tokens, and for engine generate."""
+    generation_kwargs: dict[str, Any]
+    """The user's."""
+    noise: NoiseInjector | None
+    dtype: torch.dtype
+    """That the policy computes in."""
+    accelerator: Accelerator
+    gathered: Callable[[], AbstractContextManager[Any]]
+    """Inside it the policy, the weights that ZeRO-3 or FSDP has spread whole."""
+    whole: Gather
+    conversations: Conversations | None
+    """With an environment."""
+    prompt: Callable[[], Callable[[Trajectory], Prompt]]
+    """Once the training has begun: what is drawn next of a row."""
+
+    @property
+    def args(self) -> TrainingConfig:
+        return self.config.training
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.config.rollout
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Completions of a group, and of a generation batch."""
+        return self.args.num_generations or 1, self.args.generation_batch_size or 1
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return list(self.generation_config.eos_token_id)  # type: ignore[arg-type]
+
+    def vllm_options(self, rows: int) -> dict[str, Any]:
+        args = self.args
+        return {
+            "gpu_memory_utilization": args.vllm_share(self.rollout.workers, args.device.type),
+            "max_model_len": args.vllm_max_model_length,
+            "max_num_seqs": rows,
+            "model_impl": args.vllm_model_impl,
+            "trust_remote_code": args.trust_remote_code,
+        }
+
+
+def _torch(drawing: Drawing) -> TorchPolicyEngine:
     return TorchPolicyEngine(
-        trainer.policy(),
-        trainer.processing_class,
-        config,
-        generation_config=trainer.generation_config,
-        generation_kwargs=kwargs,
-        noise=trainer.noise,
-        kernels=trainer.args.attention_kernels,
-        gathered=trainer.gathered,
-        dtype=compute_dtype(trainer.args),
-        eager_optimizer=trainer.is_deepspeed_enabled,
+        drawing.policy,
+        drawing.processing,
+        drawing.rollout,
+        generation_config=drawing.generation_config,
+        generation_kwargs=drawing.generation_kwargs,
+        noise=drawing.noise,
+        kernels=drawing.args.attention_kernels,
+        gathered=drawing.gathered,
+        dtype=compute_dtype(drawing.args),
+        eager_optimizer=drawing.accelerator.distributed_type == DistributedType.DEEPSPEED,
     )
 
 
-def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
+def _vllm(drawing: Drawing) -> PolicyEngine:
     from perl.engines.vllm_policy import VLLMPolicyEngine
 
-    args = trainer.args
-    rows = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+    args = drawing.args
+    sharing = args.vllm_tensor_parallel_size
+    options = drawing.vllm_options(args.per_device_train_batch_size * sharing * (args.steps_per_generation or 1))
     return VLLMPolicyEngine(
-        trainer.policy(),
-        peft_config,
-        _vllm_options(args, rows, 0)
-        | {
-            "tensor_parallel_size": args.vllm_tensor_parallel_size,
-            "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        },
-        processes=trainer.accelerator,
-        gather=trainer.whole,
-        generation_kwargs=kwargs,
+        drawing.policy,
+        drawing.peft_config,
+        options | {"tensor_parallel_size": sharing, "enable_sleep_mode": args.vllm_enable_sleep_mode},
+        processes=drawing.accelerator,
+        gather=drawing.whole,
+        generation_kwargs=drawing.generation_kwargs,
         regex=args.vllm_structured_outputs_regex,
-        noise=trainer.noise,
-        eos_token_ids=trainer.eos_token_ids,
+        noise=drawing.noise,
+        eos_token_ids=drawing.eos_token_ids,
         seed=args.seed,
-        quantization=config.quantization,
+        quantization=drawing.rollout.quantization,
     )
 
 
-def _vllm_options(args: Any, rows: int, workers: int) -> dict[str, Any]:
-    return {
-        "gpu_memory_utilization": args.vllm_share(workers, args.device.type),
-        "max_model_len": args.vllm_max_model_length,
-        "max_num_seqs": rows,
-        "model_impl": args.vllm_model_impl,
-        "trust_remote_code": args.trust_remote_code,
-    }
+POLICY_ENGINES: dict[str, Callable[[Drawing], PolicyEngine]] = {"fast": _torch, "generate": _torch, "vllm": _vllm}
+"""By rollout.engine."""
 
 
-POLICY_ENGINES: dict[str, Callable[..., PolicyEngine]] = {"fast": _torch, "generate": _torch, "vllm": _vllm}
-"""name -> (trainer, the group `rollout`, PEFT's configuration, the user's generation_kwargs) -> engine."""
-
-
-def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
+def open_engine(drawing: Drawing) -> PolicyEngine:
     """The engine, or what stands for it where workers draw."""
-    if not config.workers:
-        return POLICY_ENGINES[config.engine](trainer, config, peft_config, kwargs)
-    open_pool = functools.partial(_open_pool, trainer, config, peft_config, kwargs)
-    by_vllm, further = config.engine == "vllm", {}
-    if by_vllm:
-        from perl.engines.vllm_copy import HeldByVLLM
-        from perl.engines.vllm_policy import not_comparable
-        from perl.engines.vllm_sync import odd_layer
-
-        if why := odd_layer(trainer.policy()):
-            raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
-        regex = trainer.args.vllm_structured_outputs_regex
-        further = {
-            "held": HeldByVLLM(trainer.compute_dtype()),
-            "incomparable": functools.partial(not_comparable, further=kwargs or ({"regex": regex} if regex else {})),
-        }
-    # The trainer's own model only validates, and is compared with, where vLLM's copies draw.
-    local = replace(config, quantization="none") if by_vllm else config
+    rollout = drawing.rollout
+    if not rollout.workers:
+        return POLICY_ENGINES[rollout.engine](drawing)
+    local, further = drawing, {}
+    if rollout.engine == "vllm":
+        further = _compared_with_vllm(drawing)
+        # The trainer's own model only validates, and is compared with, where vLLM's copies draw.
+        unquantised = replace(drawing.config, rollout=replace(rollout, quantization="none"))
+        local = replace(drawing, config=unquantised, generation_kwargs={})
     return PoolEngine(
-        _torch(trainer, local, peft_config, {} if by_vllm else kwargs),
-        open_pool,
-        Processes(trainer.accelerator),
-        trainer.whole,
-        piece_size(trainer, config),
-        batches_ahead(config),
-        newest=bool(config.max_staleness),
-        quantization=config.quantization,
+        _torch(local),
+        functools.partial(_open_pool, drawing),
+        Processes(drawing.accelerator),
+        drawing.whole,
+        pieces_of(*drawing.batch, rollout),
+        batches_ahead(rollout),
+        newest=bool(rollout.max_staleness),
+        quantization=rollout.quantization,
         **further,
     )
 
 
-def piece_size(trainer: Any, config: RolloutConfig) -> int:
-    """Of what workers draw: by default a quarter of the generation batch, in whole groups. It depends on nothing that
-    differs from one machine to the next."""
-    return pieces_of(trainer.num_generations, trainer.args.generation_batch_size, config)
+def _compared_with_vllm(drawing: Drawing) -> dict[str, Any]:
+    """Arguments of PoolEngine; a UserError where vLLM can't serve the policy's adapter."""
+    from perl.engines.vllm_copy import HeldByVLLM
+    from perl.engines.vllm_policy import not_comparable
+    from perl.engines.vllm_sync import odd_layer
 
-
-def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of perl.engines.vllm_copy.VLLMCopy."""
-    from perl.engines.vllm_copy import outline
-
-    args = trainer.args
-    rows = drawn_at_once(trainer.num_generations, args.generation_batch_size, config)
+    if why := odd_layer(drawing.policy):
+        raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
+    regex = drawing.args.vllm_structured_outputs_regex
+    further = drawing.generation_kwargs or ({"regex": regex} if regex else {})
     return {
-        "options": _vllm_options(args, rows, config.workers),
-        "dtype": trainer.compute_dtype(),
-        "generation_kwargs": kwargs,
-        "regex": args.vllm_structured_outputs_regex,
-        "noise": outline(trainer.noise) if trainer.noise else None,
-        "eos_token_ids": trainer.eos_token_ids,
-        "quantization": config.quantization,
+        "held": HeldByVLLM(drawing.dtype),
+        "incomparable": functools.partial(not_comparable, further=further),
     }
 
 
-def _talks(trainer: Any) -> Talks | None:
-    if trainer.conversations is None:
-        return None
-    environment = absolute(trainer.conversations.config)
-    return Talks(
-        environment=environment,
-        hashes=hashes_of(environment),
-        tokenizer=trainer.processing_class,
-        template_kwargs=trainer.args.chat_template_kwargs,
-        prompt=trainer.step.collector.prompt,
-    )
+# What workers hold of the policy
 
 
-def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> WorkerPool:
-    """On the main process, at the first rollout."""
-    policy = trainer.policy()
-    images = has_images(trainer.processing_class)
+def _torch_copy(drawing: Drawing, base: str) -> Callable[[], Copy]:
+    policy = drawing.policy
     load = {
         "dtype": policy.dtype,
         "attn_implementation": adopted_from(policy.config),
@@ -169,30 +195,74 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     if is_4bit(policy) and not policy.hf_quantizer.pre_quantized:
         del load["config"].quantization_config  # which would say that the files hold it
         load["quantization"] = "nf4"
-    job = RolloutJob(
-        model=str(resolve_model(policy.config.name_or_path, "--config.model.model_name_or_path")),
+    return functools.partial(
+        TorchCopy,
+        base,
         load=load,
-        peft_config=peft_config,
-        processing=trainer.processing_class if images else None,
-        rollout=config,
-        noise=trainer.noise_config if trainer.noise else None,
-        generation_config=trainer.generation_config,
-        generation_kwargs=kwargs,
-        kernels=trainer.args.attention_kernels,
-        dtype=compute_dtype(trainer.args),
-        piece_size=piece_size(trainer, config),
-        newest=bool(config.max_staleness),
-        talks=_talks(trainer),
-        vllm=_vllm_copy(trainer, config, kwargs) if config.engine == "vllm" else {},
+        peft_config=drawing.peft_config,
+        processing=drawing.processing if has_images(drawing.processing) else None,
+        rollout=drawing.rollout,
+        noise=drawing.config.noise_injection if drawing.noise else None,
+        generation_config=drawing.generation_config,
+        generation_kwargs=drawing.generation_kwargs,
+        kernels=drawing.args.attention_kernels,
+        dtype=compute_dtype(drawing.args),
+    )
+
+
+def _vllm_copy(drawing: Drawing, base: str) -> Callable[[], Copy]:
+    from perl.engines.vllm_copy import VLLMCopy, outline
+
+    return functools.partial(
+        VLLMCopy,
+        base,
+        drawing.peft_config,
+        drawing.vllm_options(drawn_at_once(*drawing.batch, drawing.rollout)),
+        dtype=drawing.dtype,
+        generation_kwargs=drawing.generation_kwargs,
+        regex=drawing.args.vllm_structured_outputs_regex,
+        noise=outline(drawing.noise) if drawing.noise else None,
+        eos_token_ids=drawing.eos_token_ids,
+        quantization=drawing.rollout.quantization,
+    )
+
+
+COPIES: dict[str, Callable[[Drawing, str], Callable[[], Copy]]] = {"fast": _torch_copy, "vllm": _vllm_copy}
+"""By rollout.engine: given the folder of the base, what a worker calls."""
+
+
+def _talks(drawing: Drawing) -> Talks | None:
+    if drawing.conversations is None:
+        return None
+    environment = absolute(drawing.conversations.config)
+    return Talks(
+        environment=environment,
+        hashes=hashes_of(environment),
+        tokenizer=drawing.processing,
+        template_kwargs=drawing.args.chat_template_kwargs,  # type: ignore[arg-type]
+        prompt=drawing.prompt(),
+    )
+
+
+def _open_pool(drawing: Drawing) -> WorkerPool:
+    """On the main process, at the first rollout."""
+    rollout = drawing.rollout
+    base = str(resolve_model(drawing.policy.config.name_or_path, "--config.model.model_name_or_path"))
+    job = RolloutJob(
+        base=base,
+        open_copy=COPIES[rollout.engine](drawing, base),
+        piece_size=pieces_of(*drawing.batch, rollout),
+        newest=bool(rollout.max_staleness),
+        talks=_talks(drawing),
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
     )
-    name = "local" if config.executor == "processes" else "ray"
+    name = "local" if rollout.executor == "processes" else "ray"
     taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    executor = make_executor(name, config.workers, 1, config.ray_address, taken=taken)
-    ahead = f"staleness {config.max_staleness} at most" if config.max_staleness else f"lag {config.lag}"
-    if config.quantization != "none":
-        ahead += f", {config.quantization}"
-    ahead += f", importance correction {correction_of(config)}"
-    log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)
-    logs = Path(trainer.args.output_dir) / "logs"
-    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=job.newest, all_needed=True)
+    executor = make_executor(name, rollout.workers, 1, rollout.ray_address, taken=taken)
+    ahead = f"staleness {rollout.max_staleness} at most" if rollout.max_staleness else f"lag {rollout.lag}"
+    if rollout.quantization != "none":
+        ahead += f", {rollout.quantization}"
+    ahead += f", importance correction {correction_of(rollout)}"
+    log.info("rollouts: %d workers (%s), pieces of %d, %s", rollout.workers, rollout.executor, job.piece_size, ahead)
+    logs = Path(drawing.args.output_dir or ".") / "logs"
+    return WorkerPool(executor, job, logs, deadline_s=rollout.deadline_s, newest=job.newest, all_needed=True)

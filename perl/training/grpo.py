@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perl.adapters import ADAPTERS
 from perl.base.files import SAVING
 from perl.config.load import Config, parse
 from perl.grading import Grader
@@ -29,7 +28,6 @@ from perl.runs.run import (
     users_error,
 )
 from perl.runs.setup import check_processes, load_model
-from perl.runs.vision import language_part
 from perl.training.preflight import Checked, check_run
 from perl.training.validation import Validation
 
@@ -66,24 +64,15 @@ def train(argv: Sequence[str]) -> Path:
                     config.training.reward_weights = [*config.training.reward_weights, 1.0]
             with users_error("--config"):  # TRL checks combinations of its own arguments
                 trainer = trainer_class(
+                    config,
                     model=load_model(config),
-                    args=config.training,
                     train_dataset=checked.dataset,
                     processing_class=checked.tokenizer,
                     reward_funcs=rewards,
-                    adapter=ADAPTERS[config.peft.type],
-                    adapter_config=language_part(config.peft, checked.tokenizer),
-                    noise=config.noise_injection,
-                    algorithm=config.algorithm,
-                    critic=config.critic,
-                    rollout=config.rollout,
-                    truncate_prompts_to=config.dataset.max_prompt_length,
-                    truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
                     grade_early=grade_early(config.reward.functions, context),
                     conversations=checked.conversations,
                     validation=open_validation(config, run_dir, checked, grader),
                     write_card=functools.partial(write_training_card, run_dir),
-                    on_nonfinite=config.common.on_nonfinite,
                     callbacks=[*log_writers(run_dir), stop],
                 )
             watch.clock = trainer.clock

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from perl.config.derived import batches_ahead, correction_of
 from perl.device import to_device
 from perl.engines.scheduler import left_pad
 from perl.engines.torch_policy import evaluation_mode
@@ -33,6 +34,7 @@ from perl.training.metrics import TOLERANCE, Metrics, difference, require_same_p
 from perl.training.packing import TokenOutputs, forward_arguments, pack, packed_work
 
 if TYPE_CHECKING:
+    from perl.config.load import Config
     from perl.device import Kernel
     from perl.engines.base import PolicyEngine
     from perl.noise.injector import NoiseInjector
@@ -237,6 +239,23 @@ class Comparison:
     exact: bool = False
     quantised: bool = False
     noise_of_all: bool = False
+
+    @classmethod
+    def of(cls, config: Config, **parts: Any) -> Comparison:
+        """As `config` asks.
+
+        Args:
+            parts: the fields without a default, but batches_ahead.
+        """
+        rollout, noise, threshold = config.rollout, config.noise_injection, config.training.off_policy_mask_threshold
+        quantised, corrected = rollout.quantization != "none", correction_of(rollout) != "none"
+        return cls(
+            **parts,
+            batches_ahead=batches_ahead(rollout),
+            exact=rollout.behaviour == "exact" and (corrected or threshold is not None),
+            quantised=quantised,
+            noise_of_all=noise.enabled and quantised and noise.schedule == "target_kl",
+        )
 
     @torch.no_grad()
     def compare(self, batch: Batch) -> None:

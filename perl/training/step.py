@@ -24,6 +24,7 @@ from perl.algorithms.algorithm import Algorithm, Scored
 from perl.algorithms.grpo import equal_groups, group_relative, normalized_by_function, weighted_sum
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.algorithms.ppo import generalized
+from perl.config.derived import correction_of
 from perl.engines.base import PolicyEngine
 from perl.noise.injector import NoiseInjector
 from perl.records import Trajectory, Weights
@@ -53,7 +54,7 @@ from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 
 if TYPE_CHECKING:
-    from perl.config.schema import AlgorithmConfig
+    from perl.config.load import Config
     from perl.config.training import TrainingConfig
 
 log = logging.getLogger(__name__)
@@ -67,14 +68,10 @@ class Step:
         reference: inside it the model that is the reference; None: nothing needs one.
         sigma: of this optimizer step's noise.
         noise: on the policy's norms, while it samples; None without noise.
-        noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
-        stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
     """
 
-    args: TrainingConfig
-    config: AlgorithmConfig
+    config: Config
     algorithm: Algorithm
-    settings: LossSettings
     engine: PolicyEngine
     collector: Collector
     samplers: Samplers
@@ -90,14 +87,30 @@ class Step:
     reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
     noise: NoiseInjector | None
     sigma: Callable[[], float]
-    noisy_old: bool
-    stale: bool
-    kl_coefficient: KLCoefficient
-    entropy_bonus: EntropyBonus | None
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
     weights: Weights = field(default_factory=lambda: Weights(version=-1))
     """That were published last."""
+    args: TrainingConfig = field(init=False)
+    settings: LossSettings = field(init=False)
+    noisy_old: bool = field(init=False)
+    """The ratio refers to the policy with its noise (noise_injection.old_logps)."""
+    stale: bool = field(init=False)
+    """A generation batch serves several updates, so that the ratio's old policy is not the one before each."""
+    kl_coefficient: KLCoefficient = field(init=False)
+    entropy_bonus: EntropyBonus | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        args, algorithm, noise = self.config.training, self.config.algorithm, self.config.noise_injection
+        self.args = args
+        self.settings = LossSettings.of(args, args.beta, algorithm.kl_estimator, correction_of(self.config.rollout))
+        self.noisy_old = noise.enabled and noise.old_logps == "noisy"
+        window = (args.steps_per_generation or 1) * args.num_iterations
+        self.stale = args.gradient_accumulation_steps % window != 0
+        self.kl_coefficient = KLCoefficient(
+            algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
+        )
+        self.entropy_bonus = EntropyBonus.of(args)
 
     # A generation batch
 
@@ -170,7 +183,9 @@ class Step:
             return None
         assert policy is not None
         assert batch.reference is not None
-        kl = kl_divergence(policy, batch.reference, self.config.kl_in_reward_estimator).masked_fill(~batch.mask, 0.0)
+        kl = kl_divergence(policy, batch.reference, self.config.algorithm.kl_in_reward_estimator).masked_fill(
+            ~batch.mask, 0.0
+        )
         penalty = coefficient.value * kl
         row_kl = kl.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
         mean = self.processes.rows(row_kl).mean().item()
@@ -197,8 +212,8 @@ class Step:
             group_size=self.collector.group_size,
             gather=self.processes.rows,
             first=first,
-            gamma=self.config.gamma,
-            lam=self.config.lam,
+            gamma=self.config.algorithm.gamma,
+            lam=self.config.algorithm.lam,
             values=batch.values,
             baselines=self._baselines(batch, functions) if self.algorithm.greedy else None,
             by_function=rewards,

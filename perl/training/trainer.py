@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -36,13 +36,13 @@ from trl.models.utils import (
 )
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from perl.adapters import Adapter
+from perl.adapters import ADAPTERS
+from perl.adapters.none import compute_dtype
 from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
-from perl.algorithms.kl import KLCoefficient
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of
-from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
 from perl.environments.conversation import Conversations
@@ -59,11 +59,12 @@ from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
 from perl.runs.metrics import StepClock, add_step, model_size
 from perl.runs.nonfinite import save_batch
 from perl.runs.process_state import RolloutState
+from perl.runs.vision import language_part
 from perl.training.batch import Batch, Dealer, MicroBatch
 from perl.training.collect import Collector, Read, compared_reward, is_chat, rollout_sampling
 from perl.training.critic import Critic
-from perl.training.engines import open_engine
-from perl.training.loss import EntropyBonus, LossSettings, masked_mean
+from perl.training.engines import Drawing, open_engine
+from perl.training.loss import masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
 from perl.training.passes import PASS_TOKENS, Comparison, Passes, Samplers
@@ -80,67 +81,56 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     """GRPO on a LoRA adapter or on all weights, sampled with noise on the norm weights.
 
     Args (besides GRPOTrainer's):
-        adapter: the PEFT method.
-        adapter_config: the group `peft` of the configuration.
-        noise: the group `noise_injection`.
-        algorithm: the group `algorithm`.
-        critic: the group `critic`, read for an algorithm that has one.
-        rollout: the group `rollout`.
-        truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
-        truncation: where they are cut ("left", "right", "middle").
+        config: the run's; config.training are GRPOTrainer's `args`.
         grade_early: asked for each completion as soon as it ends, while others are drawn.
         conversations: how completions of several turns are made, with an environment; None: of one turn.
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds what was trained, given the log history; None: none
             is written.
-        on_nonfinite: common.on_nonfinite.
     """
 
     args: TrainingConfig
 
     def __init__(
         self,
-        *args: Any,
-        adapter: Adapter,
-        adapter_config: PeftConfig,
-        noise: NoiseConfig,
-        algorithm: AlgorithmConfig,
-        critic: CriticConfig,
-        rollout: RolloutConfig,
-        truncate_prompts_to: int | None = None,
-        truncation: Any = "left",
+        config: Config,
+        *,
+        model: Any,
+        processing_class: Any,
         grade_early: GradeEarly | None = None,
         conversations: Conversations | None = None,
         validation: Validation | None = None,
         write_card: WriteCard | None = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
-        model, config = kwargs["model"], kwargs["args"]
+        self.config, training = config, config.training
         wrapped = isinstance(model, PeftModel)  # its adapter is trained further
-        peft_config = model.peft_config["default"] if wrapped else adapter.build(adapter_config)
-        refers = bool(config.beta or algorithm.kl_in_reward > 0.0)
+        peft = language_part(config.peft, processing_class)
+        peft_config = model.peft_config["default"] if wrapped else ADAPTERS[peft.type].build(peft)
+        refers = bool(training.beta or config.algorithm.kl_in_reward > 0.0)
         if wrapped and refers:
             copy_adapter(model, "ref")
-        engine_kwargs = config.generation_kwargs
+        generation_kwargs: Any = training.generation_kwargs or {}
         with (
-            changed(config, beta=0.0, use_vllm=False, generation_kwargs=None),  # reference and engine are ours
-            own_precision(model, None if wrapped else peft_config, config.seed) as (model, of_trl),
+            changed(training, beta=0.0, use_vllm=False, generation_kwargs=None),  # reference and engine are ours
+            own_precision(model, None if wrapped else peft_config, training.seed) as (model, of_trl),
         ):
-            super().__init__(*args, peft_config=of_trl, **(kwargs | {"model": model}))
-        self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
+            super().__init__(
+                model=model, args=training, processing_class=processing_class, peft_config=of_trl, **kwargs
+            )
+        self.start_adapter(peft, write_card, config.common.on_nonfinite)
         if refers and peft_config is None:
             self.ref_model = self._load_reference()
-        self.noise_config, self.noise = noise, self._noise_injector(noise)
+        noise = config.noise_injection
+        self.noise = NoiseInjector.of(self.policy(), noise) if noise.enabled else None
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation, self.conversations = validation, conversations
-        self.truncate_prompts_to, self.truncation = truncate_prompts_to, truncation
-        self.step = self._make_step(algorithm, critic, rollout, refers, grade_early, peft_config, engine_kwargs or {})
+        self.step = self._make_step(refers, grade_early, peft_config, generation_kwargs)
         self.pending: list[MicroBatch] | None = None
         """The micro-batches of the generation batch that is trained on."""
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
-        ends = EndOfStream(self) if algorithm.dynamic_sampling else None
+        ends = EndOfStream(self) if config.algorithm.dynamic_sampling else None
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
         # which step is the last is known to the validation.
         for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation):
@@ -238,38 +228,26 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     # The step's parts
 
     def _make_step(
-        self,
-        algorithm: AlgorithmConfig,
-        critic: CriticConfig,
-        rollout: RolloutConfig,
-        refers: bool,
-        grade_early: GradeEarly | None,
-        peft_config: Any,
-        engine_kwargs: dict[str, Any],
+        self, refers: bool, grade_early: GradeEarly | None, peft_config: Any, generation_kwargs: dict[str, Any]
     ) -> Step:
-        args, policy = self.args, self.policy()
-        chosen = ALGORITHMS[algorithm.name]
+        """
+        Args:
+            refers: the loss or the reward needs a reference.
+            peft_config: PEFT's; None: all weights are trained.
+            generation_kwargs: the user's.
+        """
+        config, args, policy = self.config, self.args, self.policy()
+        algorithm = ALGORITHMS[config.algorithm.name]
         processes = Processes(self.accelerator)
-        correction = correction_of(rollout)
-        metrics = Metrics(processes, self._metrics["train"], correction)
-        bonus = EntropyBonus.of(args)
+        metrics = Metrics(processes, self._metrics["train"], correction_of(config.rollout))
         plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
         if self.ref_model is not None and plan.packed:
             plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
         if self.conversations is not None:
             self._end_turns(self.conversations.template.end)
-        engine = open_engine(self, rollout, peft_config, engine_kwargs)
-        sampling = rollout_sampling(args, engine_kwargs)
-        if self.noise and self.noise_config.schedule == "target_kl" and (why := engine.not_comparable(sampling)):
-            raise UserError(
-                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
-                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
-            )
-        if rollout.behaviour == "exact" and (why := engine.not_comparable(sampling)):
-            raise UserError(
-                f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
-                " write --config.rollout.behaviour engine"
-            )
+        engine = open_engine(self._drawing(peft_config, generation_kwargs))
+        sampling = rollout_sampling(args, generation_kwargs)
+        require_comparable(engine, sampling, config)
         passes = self._make_passes(plan, processes)
         samplers = Samplers(
             engine=engine,
@@ -278,21 +256,24 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             gathered=self.gathered,
             noise=self.noise,
         )
-        collector = self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout)
-        made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
-        window = (args.steps_per_generation or 1) * self.num_iterations
         return Step(
-            args=args,
-            config=algorithm,
-            algorithm=chosen,
-            settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
+            config=config,
+            algorithm=algorithm,
             engine=engine,
-            collector=collector,
+            collector=self._make_collector(engine, sampling, grade_early, processes),
             samplers=samplers,
-            comparison=self._make_comparison(samplers, collector, metrics, rollout),
+            comparison=Comparison.of(
+                config,
+                samplers=samplers,
+                metrics=metrics,
+                clock=self.clock,
+                model=lambda: self.model,
+                sampling=sampling,
+                itemsize=min(policy.dtype.itemsize, compute_dtype(args).itemsize),
+            ),
             passes=passes,
-            dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
-            critic=made_critic,
+            dealer=self._make_dealer(plan),
+            critic=self._make_critic(plan, metrics) if algorithm.critic else None,
             metrics=metrics,
             nonfinite=self.nonfinite,
             processes=processes,
@@ -301,31 +282,24 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             reference=self._reference if refers else None,
             noise=self.noise,
             sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
-            noisy_old=bool(self.noise) and self.noise_config.old_logps == "noisy",
-            stale=args.gradient_accumulation_steps % window != 0,
-            kl_coefficient=KLCoefficient(
-                algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
-            ),
-            entropy_bonus=bonus,
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
-    def _make_comparison(
-        self, samplers: Samplers, collector: Collector, metrics: Metrics, rollout: RolloutConfig
-    ) -> Comparison:
-        quantised, corrected = rollout.quantization != "none", correction_of(rollout) != "none"
-        mixed = self.args.bf16 or self.args.fp16
-        return Comparison(
-            samplers=samplers,
-            metrics=metrics,
-            clock=self.clock,
-            model=lambda: self.model,
-            sampling=collector.sampling,
-            batches_ahead=collector.batches_ahead,
-            itemsize=min(self.policy().dtype.itemsize, 2 if mixed else 4),
-            exact=rollout.behaviour == "exact" and (corrected or self.args.off_policy_mask_threshold is not None),
-            quantised=quantised,
-            noise_of_all=bool(self.noise) and quantised and self.noise_config.schedule == "target_kl",
+    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any]) -> Drawing:
+        return Drawing(
+            policy=self.policy(),
+            config=self.config,
+            peft_config=peft_config,
+            processing=self.processing_class,
+            generation_config=self.generation_config,
+            generation_kwargs=generation_kwargs,
+            noise=self.noise,
+            dtype=self.compute_dtype(),
+            accelerator=self.accelerator,
+            gathered=self.gathered,
+            whole=self.whole,
+            conversations=self.conversations,
+            prompt=lambda: self.step.collector.prompt,
         )
 
     def _end_turns(self, token: int) -> None:
@@ -336,20 +310,17 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, token]
             self.generation_config.eos_token_id = self.eos_token_ids
 
-    def _make_dealer(self, plan: PackingPlan, *, without_zero: bool, one_loss: bool) -> Dealer:
-        """
-        Args:
-            without_zero: nothing but the advantage makes a row's gradient.
-            one_loss: no entropy bonus, whose mean is over a micro-batch.
-        """
+    def _make_dealer(self, plan: PackingPlan) -> Dealer:
         args = self.args
-        fixed = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or self.aux_loss_enabled
+        of_micro_batch = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or self.aux_loss_enabled
+        of_micro_batch = of_micro_batch or args.use_adaptive_entropy or bool(args.entropy_coef)
         return Dealer(
             accumulation=args.gradient_accumulation_steps,
             per_generation=args.steps_per_generation or 1,
-            leave_out_zero=without_zero,
+            # Where nothing but the advantage makes a row's gradient.
+            leave_out_zero=args.beta == 0.0 and not ALGORITHMS[self.config.algorithm.name].critic,
             group=plan.packed,
-            fixed=fixed or not one_loss,
+            fixed=of_micro_batch,  # what the loss takes a mean of
             max_tokens=args.max_tokens_per_microbatch if plan.packed else None,
             size=model_size(self.model),
         )
@@ -374,15 +345,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
 
     def _make_collector(
-        self,
-        algorithm: AlgorithmConfig,
-        engine: PolicyEngine,
-        sampling: Sampling,
-        grade_early: GradeEarly | None,
-        processes: Processes,
-        rollout: RolloutConfig,
+        self, engine: PolicyEngine, sampling: Sampling, grade_early: GradeEarly | None, processes: Processes
     ) -> Collector:
-        args = self.args
+        args, algorithm = self.args, self.config.algorithm
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
         dynamic = algorithm.dynamic_sampling
         epochs = args.num_train_epochs if dynamic and args.max_steps <= 0 else None
@@ -411,7 +376,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
             conversations=self.conversations,
             context=self._context() if self.conversations else None,
-            batches_ahead=batches_ahead(rollout),
+            batches_ahead=batches_ahead(self.config.rollout),
         )
 
     def _context(self) -> int | None:
@@ -431,17 +396,19 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             return Read(tuple(self._tokenizer(text=prompt)["input_ids"]))
         images = tuple(each["bytes"] for each in row.get("images") or ())
         ids = encode(self.processing_class, prompt, images, self.chat_template_kwargs)  # type: ignore[arg-type]
-        limit = self.truncate_prompts_to
-        return Read(tuple(ids if limit is None else truncated(ids, limit, self.truncation)), images)
+        data = self.config.dataset
+        if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
+            return Read(tuple(ids), images)
+        return Read(tuple(truncated(ids, data.max_prompt_length, data.truncation)), images)
 
-    def _make_critic(self, config: CriticConfig, algorithm: str, plan: PackingPlan, metrics: Metrics) -> Critic:
+    def _make_critic(self, plan: PackingPlan, metrics: Metrics) -> Critic:
         if not plan.packed:
             raise UserError(
-                f"--config.algorithm.name {algorithm}: the critic's values are computed in packed micro-batches, which"
-                " this model can't have (the log says why); use --config.algorithm.name grpo"
+                f"--config.algorithm.name {self.config.algorithm.name}: the critic's values are computed in packed"
+                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
             )
         dtype = self.policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
-        critic = Critic(self.policy(), config, metrics, dtype, self.args.seed)
+        critic = Critic(self.policy(), self.config.critic, metrics, dtype, self.args.seed)
         self.add_callback(critic.warm_up)
         return critic
 
@@ -500,9 +467,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     # Noise
 
-    def _noise_injector(self, config: NoiseConfig) -> NoiseInjector | None:
-        return NoiseInjector.of(self.policy(), config) if config.enabled else None
-
     def _measure_weights(self) -> None:
         """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
         large for them."""
@@ -510,7 +474,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         with self.whole([target.weight for target in self.noise.targets]):
             self.noise.measure()
         names = [target.name for target in self.noise.targets]
-        if self.accelerator.is_main_process and (warning := size_warning(self.noise_config, names, self.noise.rms)):
+        if self.accelerator.is_main_process and (
+            warning := size_warning(self.config.noise_injection, names, self.noise.rms)
+        ):
             log.warning("%s", warning)
 
     def _take_noise_kl(self) -> float | None:
@@ -590,7 +556,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             step=self._step,
             buffered_inputs=pending,
             settings=self._window_settings(),
-            adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
+            adapted=asdict(self.noise_stage.adapted) if self.config.noise_injection.schedule == "target_kl" else None,
             kl_coefficient=self.step.kl_coefficient.value,
             stream=self.step.collector.stream.state(),
             ahead=self.step.collector.state_ahead(),
@@ -659,6 +625,22 @@ class EndOfStream(TrainerCallback):
             )  # fmt: skip
         state.max_steps = state.global_step
         return True
+
+
+def require_comparable(engine: PolicyEngine, sampling: Sampling, config: Config) -> None:
+    """A UserError for what needs log-probabilities that the engine can't give."""
+    if (why := engine.not_comparable(sampling)) is None:
+        return
+    if config.noise_injection.enabled and config.noise_injection.schedule == "target_kl":
+        raise UserError(
+            f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+            f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+        )
+    if config.rollout.behaviour == "exact":
+        raise UserError(
+            f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
+            " write --config.rollout.behaviour engine"
+        )
 
 
 def as_json(messages: Any) -> str:

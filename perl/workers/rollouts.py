@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from perl import device
 from perl.base.errors import UserError
 from perl.engines.base import Engine
 from perl.records import Completion, Prompt, Trajectory, Weights
@@ -25,11 +24,6 @@ from perl.workers.conversations import Talks
 from perl.workers.worker import Inbox, Ready, Result, WorkerEvent
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import GenerationConfig
-
-    from perl.config.schema import NoiseConfig, RolloutConfig
-    from perl.engines.torch_policy import TorchPolicyEngine
     from perl.environments.conversation import Conversations
 
 
@@ -76,44 +70,31 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutJob:
-    """How a worker builds its copy of the policy, and draws with it; fields as the trainer has them."""
+    """How a worker gets its copy of the policy, and draws with it."""
 
     unit: ClassVar[str] = "pieces"
 
-    model: str
-    """Folder of the base."""
-    load: dict[str, Any]
-    """Keyword arguments of perl.models.folders.load_model."""
-    peft_config: Any
-    """PEFT's; None: all weights are trained."""
-    processing: Any
-    """The processor of a model that takes images; else None."""
-    rollout: RolloutConfig
-    noise: NoiseConfig | None
-    generation_config: GenerationConfig
-    generation_kwargs: dict[str, Any]
-    kernels: bool | Literal["auto"]
-    dtype: torch.dtype | None
-    """That the trainer's autocast computes in; float32 without it."""
+    base: str
+    """Folder of the policy's base."""
+    open_copy: Callable[[], Copy]
+    """Called once, in the worker."""
     piece_size: int
     newest: bool
     """An engine decodes pieces together, as they come; else each with no others."""
     talks: Talks | None
     """With an environment."""
-    vllm: dict[str, Any]
-    """The further arguments of perl.engines.vllm_copy.VLLMCopy, where engine vllm draws."""
     threads: int
     """Of a CPU's cores, for each worker: a sum that is divided otherwise has other last bits."""
 
     def paths(self, weights: Version) -> list[str]:
-        return [self.model, *(self.talks.paths if self.talks else ())]
+        return [self.base, *(self.talks.paths if self.talks else ())]
 
     def serve(self, weights: Version, inbox: Inbox) -> Iterator[WorkerEvent]:
         import torch
 
         started = time.monotonic()
         torch.set_num_threads(self.threads)
-        copy = COPIES[self.rollout.engine](self)
+        copy = self.open_copy()
         pieces = max(1, copy.max_num_seqs // self.piece_size) if self.newest else 1
         with contextlib.nullcontext() if self.talks is None else self.talks.opened() as conversations:
             if conversations is not None:
@@ -161,29 +142,6 @@ class RolloutJob:
         for row in conversations.run(rows(), copy, self.talks.prompt, in_step=not self.newest):
             conversations.free([row])
             yield places[id(row)], replace(row, environment=None)  # a reset that is too late gives it one still
-
-    def torch_engine(self) -> TorchPolicyEngine:
-        """The base loaded again, with an adapter like the trainer's."""
-        from peft import get_peft_model
-
-        from perl.engines.torch_policy import TorchPolicyEngine
-        from perl.models.folders import load_model
-        from perl.noise.injector import NoiseInjector
-
-        model: Any = load_model(self.model, **self.load).eval().to(device.torch_device())
-        if self.peft_config is not None:
-            model = get_peft_model(model, self.peft_config).eval()
-        noise = None if self.noise is None else NoiseInjector.of(model, self.noise)
-        return TorchPolicyEngine(
-            model,
-            self.processing,
-            replace(self.rollout, piece_size=None),  # a stream is given a piece
-            generation_config=self.generation_config,
-            generation_kwargs=self.generation_kwargs,
-            noise=noise,
-            kernels=self.kernels,
-            dtype=self.dtype,
-        )
 
 
 class PieceFeed:
@@ -249,38 +207,3 @@ class Copy(Engine, Protocol):
             name: that no other policy has.
         """
         ...
-
-
-class TorchCopy:
-    """By perl's decode loop."""
-
-    def __init__(self, job: RolloutJob):
-        from perl.adapters.delivery import base_digest
-
-        self.engine = job.torch_engine()
-        self.stream, self.close = self.engine.stream, self.engine.close
-        self.max_num_seqs = self.engine.max_num_seqs
-        self._base = base_digest(self.engine.model)
-
-    @contextlib.contextmanager
-    def holding(self, weights: Weights, name: str, payload: Any) -> Iterator[str]:
-        from perl.adapters.delivery import digest, put_into, unpacked
-
-        policy, noise = self.engine.model, self.engine.noise
-        put_into(policy, unpacked(payload[0]))
-        if noise is not None:
-            noise.rms[:] = payload[1]
-        self.engine.publish(weights)
-        self.engine.merging = False  # what is merged depends on this version alone, whichever the worker had before
-        with self.engine.holding():
-            yield digest(policy, self._base, noise.held() if noise is not None else ())
-
-
-def _vllm(job: RolloutJob) -> Copy:
-    from perl.engines.vllm_copy import VLLMCopy
-
-    return VLLMCopy(job.model, job.peft_config, **job.vllm)
-
-
-COPIES: dict[str, Callable[[RolloutJob], Copy]] = {"fast": TorchCopy, "vllm": _vllm}
-"""By rollout.engine."""

@@ -14,9 +14,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
 from perl.config.schema import PeftConfig
+from perl.config.sft import SFTRunConfig
 from perl.config.training import SFTTrainingConfig
 from perl.finetuning.sft import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -85,11 +85,10 @@ def _make_sft(folder: Path, settings: dict[str, Any]) -> Any:
     ours.pop("max_completion_length")
     answers = [[{"role": "assistant", "content": str(i + j)}] for i in range(4) for j in range(4)]
     peft = PeftConfig(r=4, lora_alpha=8)
+    training = SFTTrainingConfig(output_dir=str(folder), **(ours | {"max_steps": 3} | settings))
     return import_trainer()(
+        SFTRunConfig(peft=peft, training=training),
         model=tiny_model(scale=4.0),
-        args=SFTTrainingConfig(output_dir=str(folder), **(ours | {"max_steps": 3} | settings)),
         train_dataset=Dataset.from_dict({"prompt": SUMS, "completion": answers}),
         processing_class=tiny_tokenizer(),
-        adapter=ADAPTERS["lora"],
-        adapter_config=peft,
     )

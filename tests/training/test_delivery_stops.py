@@ -1,6 +1,7 @@
 """What stops a run whose worker can't read its policy, or holds it and draws with another (benchmarks.delivery)."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import GenerationConfig
 
 from perl.base.errors import RankError
 from perl.config.schema import RolloutConfig
+from perl.engines.torch_copy import TorchCopy
 from perl.records import Trajectory, Weights
 from perl.training.batch import Batch
 from perl.workers.rollouts import Piece, RolloutJob, Version
@@ -33,12 +35,13 @@ class Inbox:
 
 
 def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on(tmp_path):
-    job = RolloutJob(
-        model=str(save_tiny(tmp_path)), load={"dtype": torch.float32}, peft_config=None, processing=None,
+    base = str(save_tiny(tmp_path))
+    copy = partial(
+        TorchCopy, base, load={"dtype": torch.float32}, peft_config=None, processing=None,
         rollout=RolloutConfig(engine="fast"), noise=None, generation_config=GenerationConfig(pad_token_id=0),
-        generation_kwargs={}, kernels="auto", dtype=torch.float32, piece_size=2, newest=False, talks=None, vllm={},
-        threads=torch.get_num_threads(),
+        generation_kwargs={}, kernels="auto", dtype=torch.float32,
     )  # fmt: skip
+    job = RolloutJob(base=base, open_copy=copy, piece_size=2, newest=False, talks=None, threads=torch.get_num_threads())
     version = Version("run", Weights(version=2), "a" * 64)
     ready, *answers = job.serve(version, Inbox(version))
     assert isinstance(ready, Ready)

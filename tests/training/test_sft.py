@@ -15,7 +15,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from perl.adapters import ADAPTERS
 from perl.base.errors import RunError, Stopped, UserError
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
@@ -163,12 +162,10 @@ def trainer_of(rows, model=None, template=CHAT_TEMPLATE, **training):
     words = [word for name, value in settings.items() for word in (f"--config.training.{name}", str(value))]
     config = parse([*words, "--config.training.output_dir", str(file.parent / "out"), "--config.peft.r", "4"]).build()
     return import_trainer()(
+        config,
         model=model or tiny_model(scale=2.0),
-        args=config.training,
         train_dataset=to_dataset(read_rows),
         processing_class=tiny_tokenizer(template),
-        adapter=ADAPTERS["lora"],
-        adapter_config=config.peft,
     )
 
 

@@ -273,9 +273,10 @@ def test_prompts_are_cut_where_the_run_says(tmp_path):
     row = {"prompt": [{"role": "user", "content": "What is 1 + 2 ?"}]}
     full = tuple(tiny_tokenizer()("<|user|> What is 1 + 2 ? <|end|> <|assistant|>")["input_ids"])
     assert trainer.step.collector.read(row).token_ids == full
-    trainer.truncate_prompts_to = 4
+    data = trainer.config.dataset
+    data.max_prompt_length, data.truncation = 4, "left"
     assert trainer.step.collector.read(row).token_ids == full[-4:]
-    trainer.truncation = "middle"
+    data.truncation = "middle"
     assert trainer.step.collector.read(row).token_ids == full[:2] + full[-2:]
 
 
