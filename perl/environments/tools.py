@@ -15,6 +15,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ MOST_CALLS = 16
 """Of a turn: a policy may write hundreds."""
 
 Function = Callable[..., Any]
+Result = tuple[Message, bool]
+"""Of a call, and whether it is an error."""
 
 
 class _Python:
@@ -177,8 +180,9 @@ def identity_of(config: EnvironmentConfig) -> dict[str, Any] | None:
 
 
 class ToolUse:
-    """An Environment of tools: a turn's calls are made one after the other, each result is a message of role tool; a
-    turn without one is the answer. What a tool raises is told to the model, as TRL does: {"error": …}.
+    """An Environment of tools: a turn's calls are made one after the other, those that are async go on together; each
+    result is a message of role tool, in the order of the calls; a turn without one is the answer. What a tool raises is
+    told to the model, as TRL does: {"error": …}.
 
     Args:
         tools: by name.
@@ -188,8 +192,8 @@ class ToolUse:
     def __init__(self, tools: Mapping[str, Function], instance: Any = None):
         self.instance = instance
         self.tools = {**tools, **({} if instance is None else methods_of(instance))}
-        self._turns: list[list[tuple[Message, bool]]] = []
-        """Results of each turn's calls, and whether it was an error."""
+        self._turns: list[dict[int, Result]] = []
+        """Of each turn's calls, by their places."""
         self._begun: Message | None = None
         """The turn whose results are the last ones."""
         self._left: list[Message] = []
@@ -200,7 +204,7 @@ class ToolUse:
     @property
     def outcomes(self) -> list[bool]:
         """Of each call since reset: it has failed."""
-        return [failed for turn in self._turns for _, failed in turn]
+        return [turn[place][1] for turn in self._turns for place in sorted(turn)]
 
     def reset(self, row: dict[str, Any]) -> list[Message]:
         self._turns, self._begun, self._left = [], None, []
@@ -210,7 +214,7 @@ class ToolUse:
         parameters = inspect.signature(self.instance.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {name: value for name, value in columns_of(row).items() if takes_all or name in parameters}
-        observation = self.waiting.result(self.instance.reset(**columns))
+        observation = self.waiting.result(lambda: self.instance.reset(**columns))
         if observation is None:
             return prompt
         if not isinstance(observation, str):
@@ -218,20 +222,30 @@ class ToolUse:
         return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
     def step(self, message: Message) -> list[Message] | None:
-        calls, results, left = message.get("tool_calls", []), [], self._left
+        calls, left = message.get("tool_calls", []), self._left
+        made: dict[int, Result] = _too_many(calls)
         with self._lock:
             if not calls or _is_in(left, message):
                 return None
-            self._turns.append(results)
+            self._turns.append(made)
             self._begun = message
-        for call in calls[:MOST_CALLS]:
-            result = self._result(call)
+        places: dict[Future[Any], int] = {}
+
+        def came(future: Future[Any]) -> bool:
+            """In time."""
+            place = places[future]
+            result = _result(calls[place], future)
             with self._lock:
-                if _is_in(left, message):
-                    return None
-                results.append(result)
-        results += _too_many(calls)
-        return [result for result, _ in results]
+                if not _is_in(left, message):
+                    made[place] = result
+                return place in made
+
+        for place, call in enumerate(calls[:MOST_CALLS]):
+            places[future := self.waiting.begun(functools.partial(self._call, call))] = place
+            if future.done() and not came(future):
+                return None
+        under_way = [future for future, place in places.items() if place not in made]
+        return _messages(made) if all(map(came, as_completed(under_way))) else None
 
     def timed_out(self, message: Message, seconds: float) -> list[Message] | None:
         """In the place of what `step`, which may not even have begun, has not given for so long; None: an instance that
@@ -240,34 +254,41 @@ class ToolUse:
             self._left.append(message)
             if self.instance is not None:
                 return None
-            made = self._turns.pop() if self._begun is message else []
+            made = self._turns.pop() if self._begun is message else {}
         calls, error = message.get("tool_calls", []), {"error": f"no answer within {seconds:g} s"}
-        made += [(_message(call, error), True) for call in calls[len(made) : MOST_CALLS]]
-        made += _too_many(calls)
-        self._turns.append(made)
-        return [result for result, _ in made] or None
+        late = {place: (_message(call, error), True) for place, call in enumerate(calls[:MOST_CALLS])}
+        self._turns.append(late | _too_many(calls) | made)
+        return _messages(self._turns[-1]) or None
 
     def get_reward(self) -> float | None:
-        return self.waiting.result(self.instance.get_reward())
+        return self.waiting.result(self.instance.get_reward)
 
-    def _result(self, call: Call) -> tuple[Message, bool]:
+    def _call(self, call: Call) -> Any:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        try:
-            if "error" in call:
-                raise ValueError(call["error"])
-            if name not in self.tools:
-                raise ValueError(f"Tool {name} not found.")
-            return _message(call, self.waiting.result(self.tools[name](**arguments))), False
-        except RAISED as error:
-            return _message(call, {"error": str(error)}), True
+        if "error" in call:
+            raise ValueError(call["error"])
+        if name not in self.tools:
+            raise ValueError(f"Tool {name} not found.")
+        return self.tools[name](**arguments)
 
 
-def _too_many(calls: Sequence[Call]) -> list[tuple[Message, bool]]:
+def _result(call: Call, future: Future[Any]) -> Result:
+    try:
+        return _message(call, future.result()), False
+    except RAISED as error:
+        return _message(call, {"error": str(error)}), True
+
+
+def _too_many(calls: Sequence[Call]) -> dict[int, Result]:
     """One answer to all calls that are not made."""
     if len(calls) <= MOST_CALLS:
-        return []
+        return {}
     error = {"error": f"{MOST_CALLS} calls of a turn are made, {len(calls) - MOST_CALLS} further ones are not"}
-    return [(_message(calls[MOST_CALLS], error), True)]
+    return {MOST_CALLS: (_message(calls[MOST_CALLS], error), True)}
+
+
+def _messages(made: Mapping[int, Result]) -> list[Message]:
+    return [made[place][0] for place in sorted(made)]
 
 
 def _is_in(messages: Sequence[Message], message: Message) -> bool:

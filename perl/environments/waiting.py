@@ -2,16 +2,17 @@
 semaphore of one call serves the next.
 
     waiting = Waiting()
-    waiting.result(awaitable)       in the thread of a call
-    waiting.cancel()                in another, when that is late
+    futures = [waiting.begun(call) for call in calls]      in the thread of a turn; those that are async go on together
+    waiting.cancel()                                       in another, when they are late
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 TURN_S = 1.0
@@ -40,31 +41,40 @@ def _leave_if_held(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class Waiting:
-    """For one result at a time."""
+    """For the calls of an environment."""
 
     def __init__(self) -> None:
-        self._future: concurrent.futures.Future[Any] | None = None
-        self._at: asyncio.AbstractEventLoop | None = None
+        self._begun: list[tuple[Future[Any], asyncio.AbstractEventLoop]] = []
 
-    def result(self, given: Any) -> Any:
-        """What was given, or what it comes to, or raises, where it is awaitable."""
-        if not inspect.isawaitable(given):
+    def begun(self, call: Callable[[], Any]) -> Future[Any]:
+        """Of what the call gives, or comes to, or raises: at an end already where it is not awaitable."""
+        given: Future[Any] = Future()
+        try:
+            value = call()
+        except BaseException as error:  # noqa: BLE001  # raised where the result is asked for
+            given.set_exception(error)
+            return given
+        if not inspect.isawaitable(value):
+            given.set_result(value)
             return given
 
-        async def wait() -> tuple[Any, BaseException | None]:
+        async def wait() -> Any:
             try:
-                return await given, None
-            except BaseException as error:  # noqa: BLE001  # a SystemExit would end the loop
-                return None, error
+                return await value
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
+                raise RuntimeError(str(error)) from error
 
-        self._at = _running()
-        self._future = asyncio.run_coroutine_threadsafe(wait(), self._at)
-        value, error = self._future.result()
-        if error is not None:
-            raise error
-        return value
+        loop = _running()
+        given = asyncio.run_coroutine_threadsafe(wait(), loop)
+        self._begun = [(future, at) for future, at in self._begun if not future.done()] + [(given, loop)]
+        return given
+
+    def result(self, call: Callable[[], Any]) -> Any:
+        return self.begun(call).result()
 
     def cancel(self) -> None:
-        if self._future is not None and self._at is not None and not self._future.done():
-            self._future.cancel()
-            _leave_if_held(self._at)
+        late = [(future, at) for future, at in self._begun if not future.done()]
+        for future, _ in late:
+            future.cancel()
+        for loop in {at for _, at in late}:
+            _leave_if_held(loop)

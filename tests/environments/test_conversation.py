@@ -725,6 +725,59 @@ def test_asynchronous_tools_share_a_loop():
     assert (len(loops), len(set(loops)), set(most)) == (8, 1, {1})
 
 
+def test_asynchronous_calls_of_a_turn_go_on_together():
+    """Each waits for the other; their results stand in the order of the calls, around that of one that is not async."""
+    came = {word: asyncio.Event() for word in "ab"}
+
+    async def meet(word: str, other: str) -> str:
+        """Meet.
+
+        Args:
+            word: Of this one.
+            other: Of the other one.
+        """
+        came[word].set()
+        await came[other].wait()
+        return f"{word} has met {other}"
+
+    def add(a: int) -> int:
+        """Add.
+
+        Args:
+            a: To it.
+        """
+        return a + 1
+
+    def call(name: str, **arguments: Any) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    turn = call("meet", word="b", other="a") + "\n" + call("add", a=1) + "\n" + call("meet", word="a", other="b")
+    (row,) = talk(saying(turn, "so"), meet, add, tool_timeout_s=30)
+    assert [content for role, content in shown(row) if role == "tool"] == ["b has met a", "2", "a has met b"]
+    assert row.outcomes == [False, False, False]
+
+
+def test_what_a_turn_has_answered_in_time_is_shown():
+    """Behind a call that is late, too."""
+
+    async def wait(seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: So long.
+        """
+        await asyncio.sleep(seconds)
+        return f"waited {seconds}"
+
+    turn = "\n".join(
+        f'<tool_call>\n{{"name": "wait", "arguments": {{"seconds": {n}}}}}\n</tool_call>' for n in (60, 0.0)
+    )
+    (row,) = talk(saying(turn, "so"), wait, tool_timeout_s=0.5)
+    late = str({"error": "no answer within 0.5 s"})
+    assert [content for role, content in shown(row) if role == "tool"] == [late, "waited 0.0"]
+    assert row.outcomes == [True, False]
+
+
 def test_an_asynchronous_tool_that_is_late_is_cancelled():
     ended, loops = [], []
 
