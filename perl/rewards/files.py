@@ -109,6 +109,8 @@ def load_reward(name: str, kwargs: Mapping[str, Any], of_environments: Sequence[
         UserError: there is no such function, or it could not be called.
     """
     function = import_named(name)
+    if inspect.isclass(function):
+        raise UserError(f"{FLAG}: {name}: is a class, which TRL would make an instance of; name an instance of it")
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a builtin that does not tell

@@ -520,7 +520,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         add_step(self._metrics["train"], metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.noise:
+        if self.noise and "loss" in logs:
             stage = self.noise_stage.stage
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
