@@ -172,7 +172,7 @@ def test_a_class_is_no_reward_and_an_instance_is(tmp_path):
     called = "    def __call__(self, completions, **others):\n        return [0.0] * len(completions)\n"
     file.write_text(f"class Judge:\n{called}judge = Judge()\n")
     check_rewards([f"{file}:judge"], {})
-    with pytest.raises(UserError, match="Judge: is a class, .* name an instance of it"):
+    with pytest.raises(UserError, match=r"Judge: is a class, .* name an instance of it"):
         check_rewards([f"{file}:Judge"], {})
 
 

@@ -34,6 +34,10 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 IS_BOUNDS = ("training.vllm_importance_sampling_clip_min", "training.vllm_importance_sampling_clip_max")
 
 
+PYTHON = {"python", "code_interpreter"}
+"""Names of environment.tools that run code."""
+
+
 def uses(v: Namespace, field: str) -> bool:
     return field in ALGORITHMS[v.algorithm.name].uses
 
@@ -102,7 +106,11 @@ RULES: tuple[Rule, ...] = (
         "environment.tools and environment.factory name none",
         ("environment.tools", "environment.factory"),
     ),
-    Rule(("environment.sandbox",), lambda v: "python" in v.environment.tools, "environment.tools has no python"),
+    Rule(
+        ("environment.sandbox",),
+        lambda v: not PYTHON.isdisjoint(v.environment.tools),
+        "environment.tools has no python",
+    ),
     only_with("noise_injection.", "noise_injection.enabled", True, keep=("noise_injection.enabled",)),
     Rule(
         ("noise_injection.sigma_end",),

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perl.base.errors import UserError, report_errors
 
@@ -28,6 +29,9 @@ with report_errors():  # without the environment, one line
     from perl.config.files import look_for
     from perl.config.load import parse
     from perl.runs.rundir import default_run_dir, require_free
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
 
 CONFIG_FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
@@ -45,8 +49,7 @@ def plan(argv: list[str]) -> dict[str, str]:
     parsed.require_files()
     values = parsed.values
     devices = device.detect()
-    rollout = values.rollout
-    processes = requested_processes(devices, rollout.workers if rollout.executor == "processes" else 0)
+    processes = requested_processes(devices, local_workers(values))
     config = parsed.build(processes)
     run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
     require_free(Path(run_dir), goes_on(config.training.resume_from_checkpoint))
@@ -71,6 +74,12 @@ def visible_device(kind: device.Kind, processes: int) -> dict[str, str]:
         return {}
     first, *others = device.visible_ids()
     return {variable: first, device.HIDDEN_DEVICES: ",".join(others)}
+
+
+def local_workers(values: Namespace) -> int:
+    """That a configuration has draw on this machine's devices; perl.sft's has none."""
+    rollout = values.get("rollout")
+    return rollout.workers if rollout is not None and rollout.executor == "processes" else 0
 
 
 def requested_processes(devices: device.Devices, workers: int = 0) -> int:

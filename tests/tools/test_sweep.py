@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from perl import device
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.base.files import SAVING
@@ -25,7 +26,7 @@ from perl.config.load import GRPO
 from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
 from perl.tools.stages import HERE, StageError, alone
 from perl.tools.sweep import cli, work
-from perl.tools.sweep.grid import folder_of, make_grid, read_vary, slug, split_values
+from perl.tools.sweep.grid import check, folder_of, make_grid, read_vary, slug, split_values
 from tests.tools.test_stages import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,20 @@ def test_the_runs_are_the_product_with_seeds_from_the_recipes_on(tmp_path):
     assert [run.seed for run in seeded.runs] == [7, 8, 9]
     assert seeded.flags == []
     assert seeded.runs[0].folder == tmp_path / "runs" / "recipe" / "seed_7"
+
+
+@pytest.mark.parametrize(("workers", "processes"), [("0,3", 5), ("0", 8)])
+def test_workers_leave_the_trainings_fewer_devices(tmp_path, monkeypatch, workers, processes):
+    """As many processes in all runs, or the number of completions would differ."""
+    monkeypatch.delenv("NUM_PROCESSES", raising=False)
+    flags = [
+        "--config.training.per_device_train_batch_size",
+        "40",
+        "--config.training.gradient_accumulation_steps",
+        "1",
+    ]
+    grid = make_grid(GRPO, RECIPE, flags, [f"rollout.workers={workers}"], 1, tmp_path)
+    assert check(grid, device.Devices("npu", 8)).processes == processes
 
 
 def test_a_flag_of_what_varies_or_of_a_single_run_is_refused(tmp_path):

@@ -34,7 +34,7 @@ from perl.reports.methods_page import write_comparison
 from perl.scoring.problem_sets import named
 from perl.scoring.statistics import Change, Estimate
 from perl.tasks import TASKS, data_name, load_problems, training_split
-from perl.tools.launch import accelerate_config, requested_processes
+from perl.tools.launch import accelerate_config
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
 from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, stopped_by_signals
 from perl.tools.sweep.grid import Grid, check, make_grid, slug
@@ -141,9 +141,8 @@ def read_command(args: Any) -> Sweep:
     notes = [*taken, *why]
     grid = make_grid(program, recipe, flags, args.vary or [], int(args.seeds), output)
     devices = device.detect()
-    processes = requested_processes(devices)
-    accelerate_config(devices.kind, processes)
-    checked = check(grid, processes)
+    checked = check(grid, devices)
+    accelerate_config(devices.kind, checked.processes)
     datasets = evaluated(args.evaluate, checked.configs, further)
     evaluator = evaluator_flags(datasets, args.eval_flags, checked.configs)
     settings = {
@@ -160,7 +159,7 @@ def read_command(args: Any) -> Sweep:
         evaluator=evaluator,
         n=int(args.n),
         kind=devices.kind,
-        processes=processes,
+        processes=checked.processes,
         settings=settings,
         notes=[*notes, *checked.warnings],
     )

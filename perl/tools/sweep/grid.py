@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from perl import device
 from perl.base.errors import UserError, nearest
 from perl.base.redact import drop_secrets
 from perl.config.load import OF_ONE_RUN, Config, Program, build_parser, parse_for, read_recipe
 from perl.config.parser import Parser
 from perl.config.sft import SFTRunConfig
 from perl.reports.methods import Run
+from perl.tools.launch import local_workers, requested_processes
 
 T = TypeVar("T")
 SEEDS = ("common.seed", "training.seed")
@@ -142,16 +144,19 @@ class Checked:
     """Of each set of values, with the first seed."""
     warnings: Sequence[str]
     """Of all of them, each once."""
+    processes: int
+    """Of each training."""
 
 
-def check(grid: Grid, processes: int) -> Checked:
-    """Check each set of values as its own program would.
+def check(grid: Grid, devices: device.Devices) -> Checked:
+    """Check each set of values as its own program would, for as many processes as the most workers leave devices.
 
     Raises:
         UserError: for the first mistake, which names the values; two sets of values that are one training.
     """
     first = [run for run in grid.runs if run.seed == grid.runs[0].seed]
     parsed = [named(run, lambda run=run: parse_for(grid.program, grid.argv(run))) for run in first]
+    processes = requested_processes(devices, max(local_workers(one.values) for one in parsed))
     configs = [named(run, lambda one=one: one.build(processes)) for run, one in zip(first, parsed, strict=True)]
     seen: dict[str, Run] = {}
     for run, one in zip(first, parsed, strict=True):
@@ -163,7 +168,7 @@ def check(grid: Grid, processes: int) -> Checked:
     warnings = dict.fromkeys(line for one in parsed for line in one.warnings)
     models = {tuple(r.values.values()): c.model.model_name_or_path for r, c in zip(first, configs, strict=True)}
     runs = [replace(run, model=models[tuple(run.values.values())]) for run in grid.runs]
-    return Checked(runs=runs, configs=configs, warnings=list(warnings))
+    return Checked(runs=runs, configs=configs, warnings=list(warnings), processes=processes)
 
 
 def named(run: Run, what: Callable[[], T]) -> T:
