@@ -69,7 +69,7 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
     config = parse([word for name, value in settings.items() for word in (f"--config.{name}", str(value))]).build()
     checked = check_run(config, folder / "run")
     assert checked.validation is not None
-    validation = Validation(checked.validation, Grader(), folder / "run", "hf", 0, 1)
+    validation = Validation(checked.validation, Grader(), folder / "run", 0, 1)
     trainer = import_trainer()(
         config,
         model=load_model(config),

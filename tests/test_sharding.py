@@ -13,9 +13,12 @@ import torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from types import SimpleNamespace
+from perl.adapters.delivery import delivered, pack
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
 from perl.device.sharding import is_sharded, local, resharded, shard_of, whole
+from perl.training.pool import PoolEngine
 from perl.engines.vllm_sync import merged_weights, save_adapter
 from tests.tiny import tiny_model
 
@@ -87,6 +90,15 @@ with torch.no_grad():
             for name, parameter in one.named_parameters():
                 if "lora_" in name:
                     local(parameter).mul_(2)
+for tensor in delivered(alone).values():
+    tensor.data.mul_(2)
+older, newer = (pack(delivered(alone)), []), logits(model)
+engine = SimpleNamespace(local=SimpleNamespace(model=model))
+with PoolEngine._holding(engine, older):
+    found["older"] = torch.equal(logits(model), logits(alone))
+found["newer"] = torch.equal(logits(model), newer)
+for tensor in delivered(alone).values():
+    tensor.data.div_(2)
 folder = pathlib.Path(store).parent
 states = []
 for one, name in ((alone, f"alone{rank}"), (model, f"model{rank}")):
@@ -121,4 +133,5 @@ def test_noise_and_merge_on_shards_are_used_by_the_rollout_and_gone_in_the_next_
         assert rank.returncode == 0, errors[-3000:]
         found = json.loads(output.splitlines()[-1])
         assert found.pop("rollout") < 1e-4
-        assert found == {"merged": True, "loss": True, "every bit": True, "saved": True, "sent": True}
+        names = "merged", "loss", "every bit", "older", "newer", "saved", "sent"
+        assert found == dict.fromkeys(names, True)

@@ -33,6 +33,15 @@ def drawn_at_once(group: int, rows: int, rollout: RolloutConfig) -> int:
     return max(size, min(256, rows) // size * size) if rollout.max_staleness else size
 
 
+def validates_by_vllm(values: Any) -> bool:
+    """Where workers draw, the trainer's own model validates.
+
+    Args:
+        values: with the group `rollout`.
+    """
+    return values.rollout.engine == "vllm" and not values.rollout.workers
+
+
 def scored_quantizations(values: Any) -> tuple[str, ...]:
     """What a validation scores the policy above: the base as it is ("none"), by rollout.quantization, or both.
 
@@ -42,5 +51,4 @@ def scored_quantizations(values: Any) -> tuple[str, ...]:
     rollout = values.rollout
     if not values.validation.quantized:
         return ("none",)
-    alone = rollout.engine == "vllm" and not rollout.workers
-    return (rollout.quantization,) if alone else ("none", rollout.quantization)
+    return (rollout.quantization,) if validates_by_vllm(values) else ("none", rollout.quantization)

@@ -62,6 +62,7 @@ class TorchCopy:
             noise=None if noise is None else NoiseInjector.of(policy, noise),
             kernels=kernels,
             dtype=dtype,
+            reserves=False,
         )
         self.stream, self.close = self.engine.stream, self.engine.close
         self.max_num_seqs = self.engine.max_num_seqs

@@ -53,8 +53,8 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
         dtype: what the trainer's autocast computes in; float32, or None, without it.
-        eager_optimizer: the optimizer made its gradients and state when it was built, as DeepSpeed's does; any other
-            makes them in the first update.
+        reserves: memory of an accelerator is kept free for an update in this process, which makes gradients and the
+            optimizer's state; DeepSpeed's has made them when it was built.
 
     Raises:
         UserError: for generation_kwargs that no rollout can heed.
@@ -74,7 +74,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         kernels: bool | Literal["auto"] = "auto",
         gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         dtype: torch.dtype | None = None,
-        eager_optimizer: bool = False,
+        reserves: bool = True,
     ):
         require_possible(generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
@@ -91,7 +91,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         self.plain = config.engine == "generate"
         self.weights, self.merging = Weights(), False
         self.piece_size = config.piece_size
-        self.eager_optimizer = eager_optimizer
+        self.reserves = reserves
         capture = config.capture_graphs
         self._settings: dict[str, Any] = {
             "pad_token_id": int(generation_config.pad_token_id),  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         """The model is what draws: only the noise has to be known, and on an accelerator the memory that the update
         will take. See `perl.engines.PolicyEngine`."""
         self.weights = weights
-        if not self.eager_optimizer and device.free_memory() is not None:
+        if self.reserves and device.free_memory() is not None:
             self.decoder.reserved = update_memory(self.model, first=weights.version == 0)
 
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None, *, quantised: bool = False) -> TorchEngine:

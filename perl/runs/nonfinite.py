@@ -1,7 +1,6 @@
 """A reward, a loss or a gradient that is NaN or infinite: the run stops with its batch saved, or makes no update of it.
 
-    rollout  the rewards                                         NonFinite.usable: a stop, or advantages that are NaN,
-                                                                 and so a loss that is, where there is one way
+    rollout  the rewards                                         NonFinite.unusable: a stop, or advantages that are NaN
     update   the loss of each micro-batch, the gradient's norm   NonFinite.found: the same answer on every process
     stop     RUN/nonfinite_step_N/rank-R.json, .safetensors      NonFinite.stop: one line, exit code 1
     skip     no optimizer step on any process                    NonFinite.settle: counted; a stop after MOST_IN_A_ROW
@@ -115,10 +114,12 @@ class NonFinite:
         wrong = torch.tensor([not losses.isfinite().all(), not math.isfinite(norm)], dtype=torch.float32)
         counts = self.accelerator.reduce(wrong.to(losses.device), reduction="sum")
         names = [name for name, count in zip(("loss", "norm of the gradient"), counts.tolist(), strict=True) if count]
+        if self.unusable_reward is not None:  # where no row of it is computed the loss is 0
+            return self.unusable_reward
         if not names:
             self.in_a_row = 0
             return None
-        return self.unusable_reward or f"the {' and the '.join(names)} {'is' if len(names) == 1 else 'are'} not finite"
+        return f"the {' and the '.join(names)} {'is' if len(names) == 1 else 'are'} not finite"
 
     def settle(self, step: int, what: str, save: Callable[[Path], None]) -> None:
         """An update, the `step`-th, that must not be made: RunError, or it is counted. Every process must come here."""

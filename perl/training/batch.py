@@ -37,7 +37,7 @@ class Batch:
     rows: list[Trajectory]
     mask: torch.Tensor
     """bool: tokens that the policy drew and that are trained on."""
-    sampler: torch.Tensor | None
+    sampler: torch.Tensor | None = None
     """Log-probabilities by what has drawn the tokens, NaN where it gave none for a token; None: it gives none, on any
     process."""
     tokens: float = 0.0

@@ -153,7 +153,7 @@ class Collector:
         """Have the engine draw what `ahead` was of, by the same policies. Every process must come here."""
         for batch in ahead:
             weights = Weights(**batch["weights"])
-            if not self.engine.publish_again(weights, batch):
+            if self.max_resample_factor is not None or not self.engine.publish_again(weights, batch):
                 count = self.stream.next - batch["first"]
                 log.info("rollouts: %d prompts that were drawn ahead are drawn again, by newer weights", count)
                 self.stream.next = batch["first"]
@@ -254,8 +254,9 @@ class Collector:
             "dapo/resampled_groups": float(drawn - self.batch),
             "dapo/returned_groups": float(drawn - (chosen[-1] + 1)),
             "dapo/kept_equal_groups": float(sum(equal[place] for place in chosen)),
-            "dapo/rollout_tokens_per_used_token": tokens / used,
         }
+        if used:
+            metrics["dapo/rollout_tokens_per_used_token"] = tokens / used
         if rewarded:  # that of the batch is another: a group that is always right is not in it
             metrics["dapo/reward_before_filtering"] = reward / rewarded
         return metrics
@@ -305,7 +306,8 @@ class Collector:
             for row in batch.complete:
                 if self.grade_early is not None and row.failure is None:
                     self.grade_early(text_of(row.completion), row.row)
-        self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
+        if not self.engine.remote:  # the FLOPs are of this process's device
+            self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
         drawn = [row for row in rows if row.sample < self.group_size]
         greedy = rows[len(drawn) :]
         with self.clock("reward"):

@@ -113,7 +113,7 @@ def _torch(drawing: Drawing) -> TorchPolicyEngine:
         kernels=drawing.args.attention_kernels,
         gathered=drawing.gathered,
         dtype=compute_dtype(drawing.args),
-        eager_optimizer=drawing.accelerator.distributed_type == DistributedType.DEEPSPEED,
+        reserves=drawing.accelerator.distributed_type != DistributedType.DEEPSPEED,
     )
 
 

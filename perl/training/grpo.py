@@ -110,8 +110,8 @@ def open_validation(config: Config, run_dir: Path, checked: Checked, grader: Gra
     """What validates while the model trains; None where no dataset is named."""
     if checked.validation is None:
         return None
-    engine, training = "vllm" if config.training.use_vllm else "hf", config.training
-    return Validation(checked.validation, grader, run_dir, engine, training.process_index, training.world_size)
+    training = config.training
+    return Validation(checked.validation, grader, run_dir, training.process_index, training.world_size)
 
 
 def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:

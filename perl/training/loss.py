@@ -276,8 +276,9 @@ def importance_ratio(
 
 
 def correction(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
-    """`importance_ratio` as the settings ask for it."""
-    assert inputs.sampler is not None
+    """`importance_ratio` as the settings ask for it; 1 of a batch that no token was drawn of."""
+    if inputs.sampler is None:
+        return torch.ones_like(inputs.advantages[:, :1])
     return importance_ratio(inputs.old, inputs.sampler, inputs.mask, settings.correction, *settings.correction_bounds)
 
 

@@ -265,6 +265,8 @@ class Comparison:
         engine, processes = self.samplers.engine, self.samplers.processes
         if self.metrics.tolerance is not None and not (engine.remote or self.exact or self.quantised):
             return
+        if batch.sampler is None and not batch.tokens:
+            return  # nothing was drawn that is trained on
         why = engine.not_comparable(self.sampling)
         if why or batch.sampler is None:
             why = why or "not given"
@@ -309,7 +311,7 @@ class Comparison:
         to the next policy, in nats a token ("k3", as rollout/logp_kl), estimated on the tokens that the first one drew.
 
         Args:
-            sampled: as `_by_samplers` has it.
+            sampled: as `Samplers.logps` has it.
             drawn: bool [rows, width], tokens that the engine drew.
         """
         assert few.sampler is not None

@@ -235,14 +235,15 @@ class PoolEngine:
     @contextlib.contextmanager
     def _holding(self, payload: Payload) -> Iterator[None]:
         policy = self.local.model
-        kept = {name: local(tensor).clone() for name, tensor in delivered(policy).items()}
         with resharded(policy):
+            held = delivered(policy)  # the shards: a forward inside may leave whole parameters in their places
+            kept = {name: local(tensor).clone() for name, tensor in held.items()}
             try:
                 put_into(policy, unpacked(payload[0]))
                 yield
             finally:
                 with torch.no_grad():
-                    for name, tensor in delivered(policy).items():
+                    for name, tensor in held.items():
                         local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:

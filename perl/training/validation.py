@@ -76,12 +76,11 @@ class Validation(TrainerCallback):
         grader: the run's.
         run_dir: where the samples, and the best adapter, are kept. What it holds of this run is taken up: steps in its
             metrics.jsonl are not validated again, and the best score stands.
-        engine: key of ENGINES for the records.
         rank, world_size: of this process, and how many there are.
     """
 
-    def __init__(self, setup: ValidationSetup, grader: Grader, run_dir: Path, engine: str, rank: int, world_size: int):
-        self.setup, self.grader, self.run_dir, self.engine = setup, grader, run_dir, engine
+    def __init__(self, setup: ValidationSetup, grader: Grader, run_dir: Path, rank: int, world_size: int):
+        self.setup, self.grader, self.run_dir = setup, grader, run_dir
         self.rank, self.world_size = rank, world_size
         self.labels = labels(setup.problem_sets)
         first = setup.problem_sets[0]
@@ -190,7 +189,7 @@ class Validation(TrainerCallback):
         problems = [sample.problem for sample in samples]
         texts = [text_of_completion(self.setup.tokenizer, completion) for completion in completions]
         grades = grade_rows(self.grader, texts, [p.gold for p in problems], [p.task for p in problems])
-        return [record_of(*row, self.engine) for row in zip(samples, completions, texts, grades, strict=True)]
+        return [record_of(*row, self.setup.engine) for row in zip(samples, completions, texts, grades, strict=True)]
 
     def _stream(self, samples: list[Sample], engine: Engine) -> Iterator[tuple[int, Completion]]:
         """As `Engine.stream`."""
@@ -247,10 +246,10 @@ class Validation(TrainerCallback):
         return {
             **summarize(records, problem_set.sampling.n),
             "generation": {
-                "engine": self.engine,
+                "engine": setup.engine,
                 "executor": "training",
-                "dp_size": self.world_size,
-                "tp_size": 1,
+                "dp_size": self.world_size // setup.tp_size,
+                "tp_size": setup.tp_size,
                 "device": device.detect().kind,
                 "rows": len(records),
                 "tokens": tokens,

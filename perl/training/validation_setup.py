@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.adapters import ADAPTERS
 from perl.base.errors import UserError
-from perl.config.derived import scored_quantizations
+from perl.config.derived import scored_quantizations, validates_by_vllm
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
 from perl.environments.conversation import Conversations
@@ -56,6 +56,10 @@ class ValidationSetup:
     """Quantisations of the base, of which each is scored."""
     trained: str = "adapter"
     """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
+    engine: str = "hf"
+    """Of ENGINES, what completes."""
+    tp_size: int = 1
+    """Processes that share one."""
 
 
 def set_up_validation(
@@ -76,7 +80,7 @@ def set_up_validation(
     model = resolve_model(config.model.model_name_or_path, "--config.model.model_name_or_path")
     model_config = folders.load_config(model)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if config.training.use_vllm and (limit := config.training.vllm_max_model_length):
+    if validates_by_vllm(config) and (limit := config.training.vllm_max_model_length):
         context = min(limit, context or limit)
     asked = validation.max_new_tokens
     if asked is not None and context is not None and asked >= context:
@@ -101,6 +105,8 @@ def set_up_validation(
         conversations=conversations,
         scored=scored_quantizations(config),
         trained=ADAPTERS[config.peft.type].result,
+        engine="vllm" if validates_by_vllm(config) else "hf",
+        tp_size=config.training.vllm_tensor_parallel_size if validates_by_vllm(config) else 1,
     )
 
 

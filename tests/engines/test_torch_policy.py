@@ -13,15 +13,18 @@ from transformers import GenerationConfig
 
 from perl import device
 from perl.adapters import rollout_merge
+from perl.adapters.delivery import delivered, pack
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.engines import runner
 from perl.engines.cache import RowCache
+from perl.engines.torch_copy import TorchCopy
 from perl.engines.torch_policy import TorchPolicyEngine, evaluation_mode, sampling_of
+from perl.models.folders import load_model
 from perl.noise.injector import NoiseInjector
 from perl.records import Prompt, Sampling, Weights
 from tests.engines.models import EOS, completions, prompts, tiny
-from tests.tiny import tiny_model
+from tests.tiny import save_tiny, tiny_model
 
 SAMPLING = Sampling(temperature=0.9, max_new_tokens=12)
 GENERATION = {"do_sample": True, "temperature": 0.9, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
@@ -244,11 +247,24 @@ def test_the_cache_leaves_what_the_first_updates_will_allocate(monkeypatch):
 
     assert cached(0) == (2_000_000 - 12 * count) // 2 // 768  # gradients, and Adam's two moments
     assert cached(1) == (2_000_000 - 4 * count) // 2 // 768
-    assert cached(0, eager_optimizer=True) == 1_000_000 // 768
+    assert cached(0, reserves=False) == 1_000_000 // 768
     trained[0].grad = torch.zeros_like(trained[0])
     assert cached(1) == (2_000_000 - 4 * (count - trained[0].numel())) // 2 // 768
     monkeypatch.setattr(device, "free_memory", lambda: 12 * count - 1)
     assert cached(0) == 0  # one sequence after the other
+
+
+def test_a_workers_copy_keeps_no_memory_free_for_an_update(monkeypatch, tmp_path):
+    """Of all weights 12 bytes each: at 7B no room for a cache was left."""
+    monkeypatch.setattr(device, "free_memory", lambda: 2_000_000)
+    base = save_tiny(tmp_path)
+    copy = TorchCopy(
+        str(base), load={"dtype": torch.float32}, peft_config=None, processing=None, rollout=RolloutConfig(),
+        noise=None, generation_config=GenerationConfig(**GENERATION), generation_kwargs={}, kernels="auto", dtype=None,
+    )  # fmt: skip
+    sent = pack(delivered(load_model(base, dtype=torch.float32)))
+    with copy.holding(Weights(version=0), "first", (sent, [])):
+        assert copy.engine.decoder.reserved == 0
 
 
 def test_trls_generation_configuration_is_read_whole():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -14,16 +15,20 @@ import torch
 
 from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
+from perl.base.errors import RunError
 from perl.config.evaluation import EvalConfig
 from perl.config.schema import EnvironmentConfig, NoiseConfig
+from perl.environments.tools import EnvironmentSource
 from perl.evaluation.run import evaluate
 from perl.reports.page import write_report
 from perl.scoring.results import read_samples
 from tests.environments.calling import calling_model, calling_tokenizer, save_calling
+from tests.environments.scripted import talking
 from tests.environments.training import fields_of, tokens, toolful
 from tests.ranks import reports
 from tests.tiny import END
 from tests.trainers import SUMS
+from tests.training.poison import Steps
 from tests.training.small_run import SETTINGS, small_run
 from tests.training.test_other_engines import in_a_process, on_cpu
 
@@ -161,6 +166,39 @@ def test_what_fails_teaches_nothing(tmp_path):
         assert not (batch.advantages[place] * batch.mask[place]).any()
     share = sum(row.failure is not None for row in batches[0].rows) / len(batches[0].rows)
     assert trainer.state.log_history[0]["environment/failure_frequency"] == share
+
+
+class Broken:
+    def reset(self, row):
+        raise RuntimeError("no database")
+
+    def step(self, message):
+        raise NotImplementedError
+
+
+def broken(folder: Path, **settings: Any) -> tuple[Any, Steps]:
+    """A trainer all of whose conversations fail at their reset."""
+    conversations = talking(calling_tokenizer(), source=EnvironmentSource(make=Broken, role="user"))
+    trainer, _ = toolful(folder, conversations=conversations, callbacks=[steps := Steps()], **settings)
+    return trainer, steps
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"dynamic_sampling": True}])
+def test_conversations_that_all_fail_end_the_run_in_one_line(tmp_path, algorithm):
+    trainer, _ = broken(tmp_path, algorithm=algorithm)
+    with pytest.raises(RunError, match=r"^step 1: no reward of reward_tokens for any of the"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("loss", ["dapo", "bnpo"])  # of the latter each micro-batch keeps its rows
+def test_conversations_that_all_fail_make_no_update_where_such_are_skipped(tmp_path, loss):
+    correction = {"rollout": {"importance_correction": "token"}}
+    trainer, steps = broken(tmp_path, loss_type=loss, on_nonfinite="skip", max_steps=2, weight_decay=0.5, **correction)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert trainer.nonfinite.skipped == 2
+    assert all(torch.equal(steps.weights[-1][name], weight) for name, weight in before.items())
+    assert trainer.step.metrics.tolerance is None  # sampler and trainer are still to be compared
 
 
 @pytest.mark.parametrize("engine", ["fast", "generate"])

@@ -22,7 +22,8 @@ def toolful(folder: Path, **settings: Any) -> tuple[Any, list[Batch]]:
     fixed: dict[str, Any] = {"engine": "fast", "rewards": [reward_tokens], "max_completion_length": 64}
     fixed |= {"per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1"))}  # of the same batches
     fixed |= {"model": calling_model(), "tokenizer": tokenizer, "prompts": SUMS[:4]}
-    trainer = make_trainer(folder, conversations=talking(tokenizer, add, max_turns=3), **(fixed | settings))
+    fixed |= {"conversations": talking(tokenizer, add, max_turns=3)}
+    trainer = make_trainer(folder, **(fixed | settings))
     return trainer, kept_batches(trainer)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,8 @@ def all_equal(completions, **kwargs):
 class Engine:
     """Completes every prompt with its only token."""
 
+    remote = False
+
     def __init__(self):
         self.rounds: list[list[int]] = []
         self.seeds: dict[int, list[int]] = {}
@@ -77,8 +80,11 @@ class Clock:
     def __call__(self, phase):
         return contextlib.nullcontext()
 
+    def __init__(self):
+        self.forwards: list[Any] = []
+
     def count_forward(self, work):
-        pass
+        self.forwards.append(work)
 
 
 def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, processes: Any = None) -> Collector:
@@ -260,6 +266,26 @@ def test_a_reward_that_is_infinite_in_float32_is_named():
 
 def test_a_group_whose_rewards_are_not_finite_is_kept_for_the_trainer_to_see():
     assert judged([[float("inf"), 0.0], [float("inf"), 0.0]], 0) is False
+
+
+def test_what_was_drawn_ahead_is_drawn_again_where_groups_are_chosen_now(caplog):
+    """Its policy is older than what dynamic sampling may choose from."""
+    caplog.set_level("INFO")
+    collector = by_hand("uuuuuu", 2)
+    collector.stream.next = 4
+    collector.go_on_with([{"first": 2, "weights": asdict(Weights(version=1))}])
+    assert "2 prompts that were drawn ahead are drawn again, by newer weights" in caplog.text
+    assert not collector.ahead
+    rows, _ = collector.collect(Weights(version=3))
+    assert positions_of(rows) == [2, 3]
+
+
+@pytest.mark.parametrize(("remote", "forwards"), [(False, 1), (True, 0)])
+def test_the_flops_of_workers_are_not_the_trainers(remote, forwards):
+    collector = by_hand("uu", 2)
+    collector.engine.remote = remote
+    collector.collect(Weights(version=0))
+    assert len(collector.clock.forwards) == forwards  # type: ignore[attr-defined]
 
 
 # Trainings

@@ -416,7 +416,7 @@ def test_steps_that_are_trained_again_are_validated_again(validated, made, flags
     )
     assert setup is not None
     with Grader() as grader:
-        again = Validation(setup, grader, validated, "hf", 0, 1)
+        again = Validation(setup, grader, validated, 0, 1)
     assert again.done == {0, 1, 2, 3, 4}
     nothing: Any = None
     state: Any = SimpleNamespace(global_step=2)
@@ -480,6 +480,16 @@ def test_two_files_of_one_name_are_told_apart_by_their_folders(made, flags, tmp_
     config.validation.datasets = [both[0], both[0]]
     with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to .*others; leave"):
         set_up_validation(config, tiny_tokenizer(), set())
+
+
+@pytest.mark.parametrize(("workers", "engine", "tp_size", "context"), [(0, "vllm", 2, 96), (1, "hf", 1, 512)])
+def test_where_workers_draw_by_vllm_the_trainers_own_model_validates(made, flags, workers, engine, tp_size, context):
+    changed: dict[str, Any] = {"validation__datasets": f'["{made / "others.jsonl"}"]', "rollout__engine": "vllm"}
+    changed |= {"training__vllm_max_model_length": 96, "training__vllm_tensor_parallel_size": tp_size}
+    config = parse(flags(VALIDATION, rollout__workers=workers, **changed)).build()
+    setup = set_up_validation(config, tiny_tokenizer(), set())
+    assert setup is not None
+    assert (setup.engine, setup.tp_size, setup.context) == (engine, tp_size, context)
 
 
 def test_a_setting_without_datasets_gets_a_warning(flags):
@@ -564,10 +574,10 @@ def test_the_best_is_the_first_of_the_highest(made, flags, tmp_path):
         folder.mkdir(parents=True)
 
     with Grader() as grader:
-        one = Validation(setup, grader, tmp_path, "hf", 0, 1)
+        one = Validation(setup, grader, tmp_path, 0, 1)
         for step, value in enumerate([0.2, 0.5, 0.5, 0.1]):
             one.keep_best(step, {one.chosen_by: value}, save)
-        again = Validation(setup, grader, tmp_path, "hf", 0, 1)
+        again = Validation(setup, grader, tmp_path, 0, 1)
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 1
     assert again.best == 0.5
 
@@ -592,7 +602,7 @@ def test_the_last_step_is_validated_unless_after_train_is_false(made, flags, tmp
     setup = set_up_validation(parse(flags(datasets)).build(), tiny_tokenizer(), ())
     assert setup is not None
     with Grader() as grader:
-        one = Validation(setup, grader, tmp_path, "hf", 0, 1)
+        one = Validation(setup, grader, tmp_path, 0, 1)
     assert [step for step in range(5) if one.due(step, 4)] == [0]
     setup.config.every_steps = 3
     assert [step for step in range(5) if one.due(step, 4)] == [0, 3]
