@@ -20,6 +20,7 @@ curves to assets/reward_curves_real.svg.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -134,7 +135,8 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
             **extra,
         )
         if side == "ours":
-            trainer.step.collector.seed = sampling_seed
+            collector = trainer.step.collector
+            collector.prompt = functools.partial(collector.prompt, seed=sampling_seed)
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     return Run([row["reward"] for row in rows], [row["rewards/accuracy/mean"] for row in rows], clock.seconds)

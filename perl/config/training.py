@@ -32,7 +32,7 @@ class OnThisDevice:
         if self.bf16 is None and not self.fp16:
             self.bf16 = str(device.default_dtype()) == "torch.bfloat16" and not self.use_cpu
         if self.disable_tqdm is None:
-            self.disable_tqdm = True  # a bar redraws itself all over a log file; training/callbacks.py has our own line
+            self.disable_tqdm = True  # a bar redraws itself all over a log file; runs/callbacks.py has our own line
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:

@@ -59,8 +59,6 @@ class PolicyEngine(Engine, Protocol):
 
     itemsize: float
     """Bytes of a number that it computes in, at most."""
-    context: int | None
-    """Most tokens of prompt and completion together; None: no limit of its own."""
     merging: bool
     """Whether the last rollout's adapter was merged by choice, the same on every process: a resumed run takes it up."""
     remote: bool

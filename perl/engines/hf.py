@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from perl import device
-from perl.adapters.quantised_base import QuantisedBase, quantisable
 from perl.base.errors import UserError, lookup
 from perl.engines.base import DTYPES, resolve_dtype
 from perl.engines.linear import prepacked
 from perl.engines.quantised import Quantisation
+from perl.engines.quantised_base import QuantisedBase, quantisable
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import Checkpoint, eos_token_ids, load_config, load_model
 from perl.models.images import load_processing, tokenizer_of

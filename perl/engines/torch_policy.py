@@ -16,13 +16,13 @@ from transformers import GenerationConfig
 
 from perl import device
 from perl.adapters.none import RolloutCopies
-from perl.adapters.quantised_base import QuantisedBase
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
 from perl.engines.base import Feed, InProcess, evaluation_mode
 from perl.engines.quantised import SCHEMES
+from perl.engines.quantised_base import QuantisedBase
 from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine

@@ -123,7 +123,6 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
             be given.
     """
 
-    context: int | None = None
     merging = False
 
     def __init__(

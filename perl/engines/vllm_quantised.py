@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from perl import __version__, device
-from perl.adapters.quantised_base import other_matrix
 from perl.base.errors import UserError
 from perl.base.files import read_json, shared_files, write_json
 from perl.engines.quantised import (
@@ -38,6 +37,7 @@ from perl.engines.quantised import (
     quantise_rows,
     require_products,
 )
+from perl.engines.quantised_base import other_matrix
 from perl.engines.vllm import VLLMEngine, start_vllm
 from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, load_config, resolve_model
 

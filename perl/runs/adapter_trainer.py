@@ -209,8 +209,8 @@ class AdapterTrainer:
             self.state.save_to_json(str(made / TRAINER_STATE))
 
     def put_in_place(self, made: Path, folder: Path, contents: dict[str, int] | None = None) -> None:
-        """run_checkpoints.put_in_place, when every process has written its files into `made`; on each node, as it may
-        have a disk of its own. Every process must come here."""
+        """perl.runs.checkpoints.put_in_place, when every process has written its files into `made`; on each node, as
+        it may have a disk of its own. Every process must come here."""
         for moves in (self.args.process_index == 0, self.args.local_process_index == 0):
             self.accelerator.wait_for_everyone()
             if moves:

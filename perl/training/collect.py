@@ -9,7 +9,6 @@ and is drawn again by the next policy.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections import deque
@@ -77,15 +76,15 @@ class Collector:
         rows: of the data set.
         read: a row's prompt.
         text: of a completion's tokens.
+        prompt: what is drawn next of a row, with a seed that names its prompt's place in the stream, and its place in
+            the group.
         batch: prompts of a generation batch, of all processes.
-        seed: of the run. A completion's own names its prompt's place in the stream, and its place in the group.
         state: of the trainer, for reward functions; transformers makes another when the training begins.
         max_resample_factor: groups that a rollout with dynamic sampling may draw, over those of a batch; None: equal
             groups are not replaced.
         greedy: the prompts' greedy completions are drawn and scored too, as baselines; see `Algorithm.greedy`.
         equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
         conversations: with an environment, of several turns each; None: a completion is the answer.
-        context: tokens that a further turn may reach, prompt included; None: any number.
         batches_ahead: that are drawn ahead of the one that is collected; an engine that draws when it is read has 0.
         ahead: the batches that were begun and not collected, the next one first.
     """
@@ -95,12 +94,11 @@ class Collector:
     read: Callable[[dict[str, Any]], Read]
     text: Callable[[Sequence[int]], str]
     engine: PolicyEngine
-    sampling: Sampling
+    prompt: Callable[[Trajectory], Prompt]
     rewards: Rewards
     grade_early: GradeEarly | None
     batch: int
     group_size: int
-    seed: int
     processes: Processes
     clock: StepClock
     state: Callable[[], Any]
@@ -108,7 +106,6 @@ class Collector:
     max_resample_factor: float | None = None
     equal_by: int | None = None
     conversations: Conversations | None = None
-    context: int | None = None
     batches_ahead: int = 0
     ahead: deque[Ahead] = field(default_factory=deque)
 
@@ -322,17 +319,6 @@ class Collector:
         for named in self.rewards.infinite(greedy):
             log.warning("remax: a reward of a greedy completion is not finite, and no baseline: %s", named)
         return drawn
-
-    @property
-    def prompt(self) -> Callable[[Trajectory], Prompt]:
-        """What is drawn next of a row; a worker is given it too."""
-        return functools.partial(
-            Trajectory.next_prompt,
-            sampling=self.sampling,
-            seed=self.seed,
-            group_size=self.group_size,
-            context=self.context,
-        )
 
 
 def rollout_sampling(args: TrainingConfig, further: dict[str, Any]) -> Sampling:

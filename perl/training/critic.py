@@ -199,7 +199,7 @@ class Critic:
         return torch.where(critic_norm.isfinite(), policy_norm, critic_norm)
 
     def save(self, folder: Path, gather: Gather, write: bool) -> None:
-        """To run_checkpoints.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
+        """To perl.runs.checkpoints.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
         with resharded(self.policy), gather(self.parameters()):
             tensors = {name: whole(p).cpu().contiguous() for name, p in self.weights.named_parameters()}
         if write:

@@ -71,8 +71,8 @@ class Drawing:
     whole: Gather
     conversations: Conversations | None
     """With an environment."""
-    prompt: Callable[[], Callable[[Trajectory], Prompt]]
-    """Once the training has begun: what is drawn next of a row."""
+    prompt: Callable[[Trajectory], Prompt]
+    """What is drawn next of a row."""
 
     @property
     def args(self) -> TrainingConfig:
@@ -86,6 +86,10 @@ class Drawing:
     def batch(self) -> tuple[int, int]:
         """Completions of a group, and of a generation batch."""
         return self.args.num_generations or 1, self.args.generation_batch_size or 1
+
+    @property
+    def piece_size(self) -> int:
+        return pieces_of(*self.batch, self.rollout)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -158,7 +162,7 @@ def open_engine(drawing: Drawing) -> PolicyEngine:
         functools.partial(_open_pool, drawing),
         Processes(drawing.accelerator),
         drawing.whole,
-        pieces_of(*drawing.batch, rollout),
+        drawing.piece_size,
         batches_ahead(rollout),
         newest=bool(rollout.max_staleness),
         quantization=rollout.quantization,
@@ -240,7 +244,7 @@ def _talks(drawing: Drawing) -> Talks | None:
         hashes=hashes_of(environment),
         tokenizer=drawing.processing,
         template_kwargs=drawing.args.chat_template_kwargs,  # type: ignore[arg-type]
-        prompt=drawing.prompt(),
+        prompt=drawing.prompt,
     )
 
 
@@ -251,7 +255,7 @@ def _open_pool(drawing: Drawing) -> WorkerPool:
     job = RolloutJob(
         base=base,
         open_copy=COPIES[rollout.engine](drawing, base),
-        piece_size=pieces_of(*drawing.batch, rollout),
+        piece_size=drawing.piece_size,
         newest=bool(rollout.max_staleness),
         talks=_talks(drawing),
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,

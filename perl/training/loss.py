@@ -54,7 +54,7 @@ class LossSettings:
     correction_bounds: tuple[float | None, float | None] = (None, 3.0)
 
     @classmethod
-    def of(cls, args: TrainingConfig, beta: float, kl_estimator: str, correction: CorrectionMode) -> LossSettings:
+    def of(cls, args: TrainingConfig, kl_estimator: str, correction: CorrectionMode) -> LossSettings:
         high = args.epsilon_high
         return cls(
             loss_type=args.loss_type,
@@ -63,7 +63,7 @@ class LossSettings:
             epsilon_high=args.epsilon if high is None else high,
             cispo_min_ratio=args.cispo_min_ratio,
             delta=args.delta,
-            beta=beta,
+            beta=args.beta,
             kl_estimator=kl_estimator,
             bias_corrected_kl=args.use_bias_correction_kl,
             sapo_temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),

@@ -13,21 +13,13 @@ from typing import Any
 import torch
 
 from perl.algorithms.grpo import weighted_sum
-from perl.base.errors import RankError, say_once
+from perl.base.errors import say_once
 from perl.records import Trajectory
 from perl.rewards.score import Rewards
 from perl.training.batch import Batch
 from perl.training.loss import LossInputs, LossOutputs, Measured, masked_mean
 from perl.training.processes import Processes
 
-TOLERANCE: dict[float, float] = {4: 1e-3, 2: 0.2, 1: 0.5, 0.5: 2.0}
-"""Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of the numbers
-that are computed with. Float32 differs in the order of sums alone: 24 bits leave a logit of 20 about 1e-6, and some
-hundred sums in a row less than a hundred times that. In bfloat16, of 8 bits, sampler and trainer round the same outputs
-at different places (autocast, packing, the cache): random weights, whose every token is improbable and shows the
-logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
-layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
-SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
 LOW_RATIO = 0.5
 """Mean of the importance sampling ratios below which most of the gradient is lost."""
 
@@ -263,29 +255,6 @@ def difference(sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) 
     apart = policy.detach().float() - sampler.float()
     known = mask & ~apart.isnan()
     return apart.masked_fill(~known, 0.0), known
-
-
-def require_same_policy(apart: float | None, allowed: float, workers: bool = False, quantised: bool = False) -> None:
-    """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
-    more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing
-    and looks healthy. `workers` have drawn them, which hold what they were sent (perl.training.pool.require_sent)."""
-    if apart is None or apart <= allowed:
-        return
-    by = f"its log-probabilities are {apart:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding"
-    if quantised:
-        raise RankError(
-            f"rollout: the sampler's quantised base is too far from the trainer's, or it does not draw with the policy"
-            f" that is trained: {by}; --config.rollout.quantization int8 is nearer, none draws with the base as it is"
-        )
-    if workers:
-        raise RankError(
-            f"rollout: a worker holds the policy that it was sent, and does not draw with it: {by}; its adapter is off"
-            " or merged twice, or its cache is another policy's; --config.rollout.workers 0 draws in the trainer"
-        )
-    raise RankError(
-        f"rollout: the sampler does not run the policy that is trained: {by}; --config.rollout.engine generate samples"
-        " with the trainer's own model, --config.rollout.merge_adapter false with the adapter unmerged"
-    )
 
 
 def completions_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -79,7 +79,6 @@ class PoolEngine:
         incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
     """
 
-    context: int | None = None
     remote = True
     piece_size: int | None
 

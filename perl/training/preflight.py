@@ -21,11 +21,11 @@ from perl import device
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
-from perl.adapters.quantised_base import check_drawn
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.config.derived import batches_ahead
 from perl.config.load import Config
+from perl.engines.quantised_base import check_drawn
 from perl.engines.sampling import validate
 from perl.engines.torch_policy import require_possible
 from perl.engines.vllm import cannot_serve, require_vllm

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Algorithm, Scored
 from perl.algorithms.grpo import equal_groups, group_relative, normalized_by_function, weighted_sum
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.algorithms.ppo import generalized
 from perl.config.derived import correction_of
 from perl.engines.base import PolicyEngine
-from perl.noise.injector import NoiseInjector
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import StepClock
 from perl.runs.nonfinite import NonFinite
@@ -49,9 +49,10 @@ from perl.training.metrics import (
     rollout_metrics,
 )
 from perl.training.packing import Reader
-from perl.training.passes import Comparison, Passes, Samplers
+from perl.training.passes import Passes
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
+from perl.training.samplers import Comparison, Samplers
 
 if TYPE_CHECKING:
     from perl.config.load import Config
@@ -67,11 +68,9 @@ class Step:
         model: the policy, as the trainer has wrapped it now.
         reference: inside it the model that is the reference; None: nothing needs one.
         sigma: of this optimizer step's noise.
-        noise: on the policy's norms, while it samples; None without noise.
     """
 
     config: Config
-    algorithm: Algorithm
     engine: PolicyEngine
     collector: Collector
     samplers: Samplers
@@ -85,13 +84,13 @@ class Step:
     clock: StepClock
     model: Callable[[], Any]
     reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
-    noise: NoiseInjector | None
     sigma: Callable[[], float]
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
     weights: Weights = field(default_factory=lambda: Weights(version=-1))
     """That were published last."""
     args: TrainingConfig = field(init=False)
+    algorithm: Algorithm = field(init=False)
     settings: LossSettings = field(init=False)
     noisy_old: bool = field(init=False)
     """The ratio refers to the policy with its noise (noise_injection.old_logps)."""
@@ -102,8 +101,8 @@ class Step:
 
     def __post_init__(self) -> None:
         args, algorithm, noise = self.config.training, self.config.algorithm, self.config.noise_injection
-        self.args = args
-        self.settings = LossSettings.of(args, args.beta, algorithm.kl_estimator, correction_of(self.config.rollout))
+        self.args, self.algorithm = args, ALGORITHMS[algorithm.name]
+        self.settings = LossSettings.of(args, algorithm.kl_estimator, correction_of(self.config.rollout))
         self.noisy_old = noise.enabled and noise.old_logps == "noisy"
         window = (args.steps_per_generation or 1) * args.num_iterations
         self.stale = args.gradient_accumulation_steps % window != 0
@@ -311,7 +310,7 @@ class Step:
         other = self.collector.batches_ahead > 0 or any(row.weights.sigma != 0 for row in rows)
         self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, other and not self.noisy_old)
         fresh = all(row.weights.version == step for row in rows)  # the policy is the one that drew, before an update
-        if self.noise is not None and fresh and not self.comparison.quantised:
+        if self.config.noise_injection.enabled and fresh and not self.comparison.quantised:
             self.metrics.kl("aqn/kl", inputs.sampler, inputs.policy, inputs.mask)
 
     def end_of_update(self) -> None:

@@ -18,7 +18,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import decode, encode, truncated
-from perl.records import Sampling, Weights
+from perl.records import Prompt, Trajectory, Weights
 from perl.rewards.functions import GradeEarly
 from perl.rewards.score import Rewards
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
@@ -67,14 +67,17 @@ from perl.training.engines import Drawing, open_engine
 from perl.training.loss import masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import PASS_TOKENS, Comparison, Passes, Samplers
+from perl.training.passes import PASS_TOKENS, Passes
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
+from perl.training.samplers import Comparison, Samplers, require_comparable
 from perl.training.step import Step
 from perl.training.stream import PromptStream
 from perl.training.validation import Validation
 
 log = logging.getLogger(__name__)
+
+NextPrompt = Callable[[Trajectory], Prompt]
 
 
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
@@ -237,7 +240,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             generation_kwargs: the user's.
         """
         config, args, policy = self.config, self.args, self.policy()
-        algorithm = ALGORITHMS[config.algorithm.name]
         processes = Processes(self.accelerator)
         metrics = Metrics(processes, self._metrics["train"], correction_of(config.rollout))
         plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
@@ -245,8 +247,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
         if self.conversations is not None:
             self._end_turns(self.conversations.template.end)
-        engine = open_engine(self._drawing(peft_config, generation_kwargs))
         sampling = rollout_sampling(args, generation_kwargs)
+        prompt = functools.partial(
+            Trajectory.next_prompt,
+            sampling=sampling,
+            seed=args.seed,
+            group_size=args.num_generations or 1,
+            context=self._context() if self.conversations else None,
+        )
+        engine = open_engine(self._drawing(peft_config, generation_kwargs, prompt))
         require_comparable(engine, sampling, config)
         passes = self._make_passes(plan, processes)
         samplers = Samplers(
@@ -258,9 +267,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         return Step(
             config=config,
-            algorithm=algorithm,
             engine=engine,
-            collector=self._make_collector(engine, sampling, grade_early, processes),
+            collector=self._make_collector(engine, prompt, grade_early, processes),
             samplers=samplers,
             comparison=Comparison.of(
                 config,
@@ -273,19 +281,18 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             ),
             passes=passes,
             dealer=self._make_dealer(plan),
-            critic=self._make_critic(plan, metrics) if algorithm.critic else None,
+            critic=self._make_critic(plan, metrics) if ALGORITHMS[config.algorithm.name].critic else None,
             metrics=metrics,
             nonfinite=self.nonfinite,
             processes=processes,
             clock=self.clock,
             model=lambda: self.model,
             reference=self._reference if refers else None,
-            noise=self.noise,
-            sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
+            sigma=lambda: self.noise_stage.stage.sigma,
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
-    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any]) -> Drawing:
+    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any], prompt: NextPrompt) -> Drawing:
         return Drawing(
             policy=self.policy(),
             config=self.config,
@@ -299,7 +306,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             gathered=self.gathered,
             whole=self.whole,
             conversations=self.conversations,
-            prompt=lambda: self.step.collector.prompt,
+            prompt=prompt,
         )
 
     def _end_turns(self, token: int) -> None:
@@ -345,7 +352,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
 
     def _make_collector(
-        self, engine: PolicyEngine, sampling: Sampling, grade_early: GradeEarly | None, processes: Processes
+        self, engine: PolicyEngine, prompt: NextPrompt, grade_early: GradeEarly | None, processes: Processes
     ) -> Collector:
         args, algorithm = self.args, self.config.algorithm
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
@@ -357,7 +364,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             read=self._read,
             text=functools.partial(decode, self.processing_class),
             engine=engine,
-            sampling=sampling,
+            prompt=prompt,
             rewards=Rewards(
                 self.reward_funcs,  # type: ignore[arg-type]
                 self.reward_func_names,
@@ -367,7 +374,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             grade_early=grade_early,
             batch=per_batch,
             group_size=args.num_generations or 1,
-            seed=args.seed,
             processes=processes,
             clock=self.clock,
             state=lambda: self.state,
@@ -375,7 +381,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             max_resample_factor=algorithm.max_resample_factor if dynamic else None,
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
             conversations=self.conversations,
-            context=self._context() if self.conversations else None,
             batches_ahead=batches_ahead(self.config.rollout),
         )
 
@@ -625,22 +630,6 @@ class EndOfStream(TrainerCallback):
             )  # fmt: skip
         state.max_steps = state.global_step
         return True
-
-
-def require_comparable(engine: PolicyEngine, sampling: Sampling, config: Config) -> None:
-    """A UserError for what needs log-probabilities that the engine can't give."""
-    if (why := engine.not_comparable(sampling)) is None:
-        return
-    if config.noise_injection.enabled and config.noise_injection.schedule == "target_kl":
-        raise UserError(
-            f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
-            f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
-        )
-    if config.rollout.behaviour == "exact":
-        raise UserError(
-            f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
-            " write --config.rollout.behaviour engine"
-        )
 
 
 def as_json(messages: Any) -> str:

@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from perl.adapters.quantised_base import QuantisedBase, quantisable
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
@@ -31,6 +30,7 @@ from perl.engines.quantised import (
     quantise_rows,
     wide_inputs,
 )
+from perl.engines.quantised_base import QuantisedBase, quantisable
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.noise.injector import NoiseInjector
 from perl.records import Weights

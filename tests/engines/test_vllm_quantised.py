@@ -19,10 +19,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from perl.adapters.quantised_base import quantisable
 from perl.base.errors import UserError
 from perl.engines import vllm_quantised
 from perl.engines.quantised import SCHEMES, FloatProduct, QuantisedLayers, global_scale
+from perl.engines.quantised_base import quantisable
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_quantised import packed, quantised_files
 from perl.models.folders import load_model

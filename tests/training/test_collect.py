@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,12 +103,11 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
         read=lambda row: Read((int(row["prompt"]),)),
         text=str,
         engine=Engine(),  # type: ignore[arg-type]
-        sampling=Sampling(),
+        prompt=partial(Trajectory.next_prompt, sampling=Sampling(), seed=0, group_size=2, context=None),
         rewards=Rewards([reward], ["reward"], torch.ones(1)),
         grade_early=None,
         batch=needed,
         group_size=2,
-        seed=0,
         processes=processes or Alone(),
         clock=Clock(),  # type: ignore[arg-type]
         state=lambda: None,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from perl.adapters.quantised_base import check_drawn
 from perl.base.errors import UserError
 from perl.config.load import parse
+from perl.engines.quantised_base import check_drawn
 from perl.runs.setup import model_dtype
 from perl.training.preflight import check_engine, check_sampling
 

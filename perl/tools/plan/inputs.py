@@ -13,7 +13,6 @@ import yaml
 
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_stored
-from perl.adapters.quantised_base import check_drawn
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
@@ -23,6 +22,7 @@ from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
+from perl.engines.quantised_base import check_drawn
 from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.models.nf4 import FIELDS
 from perl.models.quantised_base import bits_of, described, fields_of
