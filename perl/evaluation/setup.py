@@ -123,9 +123,8 @@ class Setup:
     def identity(self, candidate: Candidate, problem_set: ProblemSet) -> Identity:
         """What every row of a dataset's folder has in common. Not in it: what does not change a row, such as the
         number of devices, and how many rows there are."""
-        sampling = asdict(problem_set.sampling)
-        sampling.pop("n")
         return {
+            **problem_set.asked,
             "base_hash": self.base_hash,
             "adapter_hash": candidate.adapter_hash,
             "adapter_mode": self.config.adapter_mode if candidate.adapter else None,
@@ -133,10 +132,7 @@ class Setup:
             "quantization": None if self.config.quantization == "none" else self.config.quantization,
             "max_model_len": self.config.max_model_len,
             "chat_template_hash": text_hash(self.tokenizer.chat_template),
-            "dataset": problem_set.spec,
             "split": self.config.split,
-            "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
-            "sampling": sampling,
             "environment": identity_of(self.config.environment),
             "grading_hash": rules_hash(),
         }

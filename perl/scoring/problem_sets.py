@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from perl.base.errors import UserError
@@ -15,6 +16,8 @@ from perl.tasks import data_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from perl.scoring.results import Asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,14 @@ class ProblemSet:
     def keys(self) -> set[str]:
         """The keys of its problems."""
         return {sample.key for sample in self.samples}
+
+    @property
+    def asked(self) -> Asked:
+        """For run.json and summary.json."""
+        sampling = asdict(self.sampling)
+        sampling.pop("n")
+        styles: Any = json.loads(json.dumps({task: asdict(style) for task, style in self.styles.items()}))
+        return {"dataset": self.spec, "styles": styles, "sampling": sampling}
 
     def of_candidate(self, name: str, adapter: str | None) -> ProblemSet:
         """The same for a candidate of a sweep: its samples are stored in its folder and completed with its adapter.

@@ -165,11 +165,20 @@ class Rescored(TypedDict):
     provenance: Provenance
 
 
-class Identity(TypedDict):
-    """run.json: what every sample in a dataset's folder was made with."""
+class Asked(TypedDict):
+    """How the problems of a dataset are asked."""
 
     dataset: str
     """As after --dataset."""
+    styles: dict[str, Style]
+    """How prompts are built, by task."""
+    sampling: dict[str, int | float]
+    """A Sampling but for `n`."""
+
+
+class Identity(Asked):
+    """run.json: what every sample in a dataset's folder was made with."""
+
     split: str | None
     """As after --split."""
     base_hash: str
@@ -181,10 +190,6 @@ class Identity(TypedDict):
     """Of the weights (perl.engines.quantised.SCHEMES), below an adapter that is served; None: they are of `dtype`."""
     max_model_len: Count | None
     chat_template_hash: str
-    styles: dict[str, Style]
-    """How prompts are built, by task."""
-    sampling: dict[str, int | float]
-    """A Sampling but for `n`."""
     environment: NotRequired[dict[str, Any] | None]
     """The settings of what answered between turns, and a hash of its files; None: every sample is one turn."""
     grading_hash: str | None

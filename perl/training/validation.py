@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -237,14 +236,14 @@ class Validation(TrainerCallback):
     def summary(
         self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float, quantization: str
     ) -> Summary:
-        setup, sampling = self.setup, asdict(problem_set.sampling)
+        setup = self.setup
         trained = str(self.run_dir / f"checkpoint-{step}") if step else None
         whole = trained if setup.trained == "model" else None
         adapter = None if whole else trained or setup.start
         tokens = sum(record["tokens"] for record in records)
-        sampling.pop("n")
         return {
             **summarize(records, problem_set.sampling.n),
+            **problem_set.asked,
             "generation": {
                 "engine": setup.engine,
                 "executor": "training",
@@ -262,7 +261,6 @@ class Validation(TrainerCallback):
             "model": whole or str(setup.model),
             "adapter": adapter,
             "step": step,
-            "dataset": problem_set.spec,
             "split": None,
             "base_hash": "" if whole else _base_hash(setup.model),
             "adapter_hash": None,
@@ -271,8 +269,6 @@ class Validation(TrainerCallback):
             "quantization": None if quantization == "none" else quantization,
             "max_model_len": None,
             "chat_template_hash": text_hash(setup.tokenizer.chat_template),
-            "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
-            "sampling": sampling,
             "environment": identity_of(setup.conversations.config) if setup.conversations else None,
             "merge": None,
             "chat_template": setup.tokenizer.chat_template,
