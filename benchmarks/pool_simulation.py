@@ -132,6 +132,8 @@ class VirtualExecutor:
 class VirtualEngine:
     """What PoolEngine is to the Collector, on a virtual clock."""
 
+    remote = True
+
     def __init__(self, pool: WorkerPool, executor: VirtualExecutor, piece_size: int):
         self.pool, self.executor, self.piece_size = pool, executor, piece_size
         self.version = Version("simulated", Weights(), "")

@@ -2,7 +2,7 @@
 
 Both ends hash what vLLM serves of a policy, in one form: A and the scaled B of each layer in the engine's dtype, and
 the norms that get noise, with it. The engine's are read from the memory that it multiplies by. The rest of the base is
-not of it, as vLLM packs that on a CPU; what it computes is compared by log-probabilities (perl.training.samplers).
+not of it, as vLLM packs that on a CPU; what it computes is compared by log-probabilities (perl.training.passes).
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """What a model says of trajectories: log-probabilities and entropies of their tokens, and a critic's values.
 
-    score     a micro-batch, with its gradient
-    logps     all of a batch, without one: by the policy before its updates, the reference, the policies that drew
-    values    the critic's, of all of a batch
+    Passes.score          a micro-batch, with its gradient
+    Passes.logps          all of a batch, without one: by the policy before its updates, the reference
+    Passes.values         the critic's, of all of a batch
+    Samplers.logps        by the policies that drew: the weights and noise of their versions, a base not quantised
+    Comparison.compare    the engine's log-probabilities with those: another policy ends the run; what lies between the
+                          policy that drew and the one that is trained is measured
 
 Rows are lists of tokens on the host. They go to the device once for each forward: packed into one sequence, where the
 model takes that (perl.training.packing), or padded into a rectangle. Nothing is read back.
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,20 +24,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from perl.base.errors import RankError, UserError
+from perl.config.derived import batches_ahead, correction_of
 from perl.device import to_device
 from perl.engines.base import evaluation_mode
 from perl.engines.scheduler import left_pad
 from perl.models.pixels import image_arguments
 from perl.runs.metrics import StepClock, Work, sequences
-from perl.training.batch import by_prompt, cut_by_tokens, piece_of
+from perl.training.batch import Batch, by_prompt, cut_by_tokens, piece_of
+from perl.training.metrics import Metrics, difference
 from perl.training.packing import TokenOutputs, forward_arguments, pack, packed_work
 
 if TYPE_CHECKING:
+    from perl.config.load import Config
     from perl.device import Kernel
-    from perl.records import Trajectory
+    from perl.engines.base import PolicyEngine
+    from perl.noise.injector import NoiseInjector
+    from perl.records import Sampling, Trajectory, Weights
     from perl.training.packing import Reader
     from perl.training.processes import Processes
 
+log = logging.getLogger(__name__)
+
+COMPARED_ROWS = 4
+"""Completions of each process that sampler and trainer are compared on before the first optimizer step, at least; of
+more pieces than these, one of each."""
+TOLERANCE: dict[float, float] = {4: 1e-3, 2: 0.2, 1: 0.5, 0.5: 2.0}
+"""Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of the numbers
+that are computed with. Float32 differs in the order of sums alone: 24 bits leave a logit of 20 about 1e-6, and some
+hundred sums in a row less than a hundred times that. In bfloat16, of 8 bits, sampler and trainer round the same outputs
+at different places (autocast, packing, the cache): random weights, whose every token is improbable and shows the
+logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
+layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
+SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
 PASS_TOKENS = 16_384
 """Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
 by layer."""
@@ -161,3 +185,194 @@ def by_area(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]]:
             chunk, (prompt, completion) = [], lengths[place]
         chunk.append(place)
     yield chunk
+
+
+@dataclass(slots=True, kw_only=True)
+class Samplers:
+    """The policies that have drawn, as the trainer computes them.
+
+    Attributes:
+        gathered: inside it the policy without its wrappers, weights that are split gathered.
+        noise: on the policy's norms, while it samples; None without noise.
+    """
+
+    engine: PolicyEngine
+    passes: Passes
+    processes: Processes
+    gathered: Callable[[], contextlib.AbstractContextManager[Any]]
+    noise: NoiseInjector | None
+
+    @torch.no_grad()
+    def logps(self, batch: Batch, noisy: bool = True) -> torch.Tensor:
+        """float32 [rows, width]: log-probabilities by the policy that has drawn each row, its base not quantised, with
+        or without its noise. Every process must come here."""
+        drew = [row.weights for row in batch.rows]
+        logps = torch.empty((len(drew), batch.width), device=self.processes.device)
+        for weights in sorted(set(self.processes.gathered(list(set(drew))))):
+            places = [place for place, each in enumerate(drew) if each == weights]
+            rows = [batch.rows[place] for place in places or [0]]  # every process makes each pass
+            with self.policy(weights, noisy) as policy:
+                made = self.passes.logps(policy, rows, batch.width)
+            logps[places] = made[: len(places)]
+        return logps
+
+    @contextlib.contextmanager
+    def policy(self, weights: Weights, noisy: bool = True) -> Iterator[Any]:
+        """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
+        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights):
+            if self.noise is None or not noisy:
+                yield policy
+                return
+            with self.noise.applied(weights.sigma, (weights.version, weights.draw)):
+                yield policy
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """
+    Attributes:
+        model: the policy, as the trainer has wrapped it now.
+        batches_ahead: batches between, at most, the weights that draw and those that are trained.
+        itemsize: bytes of a number that the trainer computes in.
+        exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
+        quantised: the engine draws with a quantised base, and the trainer's own is another one.
+        noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
+    """
+
+    samplers: Samplers
+    metrics: Metrics
+    clock: StepClock
+    model: Callable[[], Any]
+    sampling: Sampling
+    batches_ahead: int
+    itemsize: int
+    exact: bool = False
+    quantised: bool = False
+    noise_of_all: bool = False
+
+    @classmethod
+    def of(cls, config: Config, **parts: Any) -> Comparison:
+        """As `config` asks.
+
+        Args:
+            parts: the fields without a default, but batches_ahead.
+        """
+        rollout, noise, threshold = config.rollout, config.noise_injection, config.training.off_policy_mask_threshold
+        quantised, corrected = rollout.quantization != "none", correction_of(rollout) != "none"
+        return cls(
+            **parts,
+            batches_ahead=batches_ahead(rollout),
+            exact=rollout.behaviour == "exact" and (corrected or threshold is not None),
+            quantised=quantised,
+            noise_of_all=noise.enabled and quantised and noise.schedule == "target_kl",
+        )
+
+    @torch.no_grad()
+    def compare(self, batch: Batch) -> None:
+        """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
+        the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, or a quantised
+        base, of each batch. With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
+        engine, processes = self.samplers.engine, self.samplers.processes
+        if self.metrics.tolerance is not None and not (engine.remote or self.exact or self.quantised):
+            return
+        if batch.sampler is None and not batch.tokens:
+            return  # nothing was drawn that is trained on
+        why = engine.not_comparable(self.sampling)
+        if why or batch.sampler is None:
+            why = why or "not given"
+            if self.metrics.tolerance is None:
+                log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
+            self.metrics.tolerance = math.inf
+            return
+        first = self.metrics.tolerance is None
+        spread = max(1, len(batch.rows) // COMPARED_ROWS)
+        if engine.remote and engine.piece_size:
+            spread = min(spread, engine.piece_size)  # of each piece, as another copy may have drawn it
+        some = range(0, len(batch.rows), spread)
+        few = batch if self.exact or self.noise_of_all else batch.select(some)
+        with self.clock("rollout"):
+            trainer = self.samplers.logps(few)
+        tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
+        drawn = torch.tensor(
+            [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=processes.device
+        )
+        assert few.sampler is not None
+        apart, known = difference(few.sampler, trainer, drawn)
+        total, count = processes.added_up([apart.abs().sum().item(), float(known.sum())])
+        apart_by = total / count if count else None
+        require_same_policy(apart_by, tolerance, workers=engine.remote, quantised=self.quantised)
+        self.metrics.tolerance = tolerance
+        if count and first:
+            log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
+        if count and engine.remote:
+            self.metrics.value("rollout/engine_mismatch", total / count)
+        if self.quantised:
+            if self.exact and not self.noise_of_all:  # no pass over all rows for the log alone
+                few, trainer_of_few, drawn = batch.select(some), trainer[list(some)], drawn[list(some)]
+            else:
+                trainer_of_few = trainer
+            with self.clock("rollout"):
+                self._measure_drift(few, trainer_of_few, drawn)
+        if self.exact:
+            batch.sampler = trainer.masked_fill(~known, math.nan)
+
+    def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
+        """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence
+        to the next policy, in nats a token ("k3", as rollout/logp_kl), estimated on the tokens that the first one drew.
+
+        Args:
+            sampled: as `Samplers.logps` has it.
+            drawn: bool [rows, width], tokens that the engine drew.
+        """
+        assert few.sampler is not None
+        self.metrics.kl("rollout/quantization_kl", few.sampler, sampled, drawn)
+        clean = sampled
+        noisy = max((row.weights.sigma for row in few.rows), default=0.0) > 0.0
+        if self.samplers.processes.largest([int(noisy)])[0]:
+            clean = self.samplers.logps(few, noisy=False)
+            if all(row.weights.sigma for row in few.rows):
+                self.metrics.kl("aqn/kl", sampled, clean, drawn)
+        if self.batches_ahead:
+            model = self.model()
+            with evaluation_mode(model):  # without dropout, as the others
+                now = self.samplers.passes.logps(model, few.rows, few.width)
+            self.metrics.kl("rollout/staleness_kl", clean, now, drawn)
+
+
+def require_same_policy(apart: float | None, allowed: float, workers: bool = False, quantised: bool = False) -> None:
+    """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
+    more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing
+    and looks healthy. `workers` have drawn them, which hold what they were sent (perl.training.pool.require_sent)."""
+    if apart is None or apart <= allowed:
+        return
+    by = f"its log-probabilities are {apart:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding"
+    if quantised:
+        raise RankError(
+            f"rollout: the sampler's quantised base is too far from the trainer's, or it does not draw with the policy"
+            f" that is trained: {by}; --config.rollout.quantization int8 is nearer, none draws with the base as it is"
+        )
+    if workers:
+        raise RankError(
+            f"rollout: a worker holds the policy that it was sent, and does not draw with it: {by}; its adapter is off"
+            " or merged twice, or its cache is another policy's; --config.rollout.workers 0 draws in the trainer"
+        )
+    raise RankError(
+        f"rollout: the sampler does not run the policy that is trained: {by}; --config.rollout.engine generate samples"
+        " with the trainer's own model, --config.rollout.merge_adapter false with the adapter unmerged"
+    )
+
+
+def require_comparable(engine: PolicyEngine, sampling: Sampling, config: Config) -> None:
+    """A UserError for what needs log-probabilities that the engine can't give."""
+    if (why := engine.not_comparable(sampling)) is None:
+        return
+    if config.noise_injection.enabled and config.noise_injection.schedule == "target_kl":
+        raise UserError(
+            f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+            f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+        )
+    if config.rollout.behaviour == "exact":
+        raise UserError(
+            f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
+            " write --config.rollout.behaviour engine"
+        )

@@ -49,10 +49,9 @@ from perl.training.metrics import (
     rollout_metrics,
 )
 from perl.training.packing import Reader
-from perl.training.passes import Passes
+from perl.training.passes import Comparison, Passes, Samplers
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
-from perl.training.samplers import Comparison, Samplers
 
 if TYPE_CHECKING:
     from perl.config.load import Config

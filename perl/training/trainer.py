@@ -67,10 +67,9 @@ from perl.training.engines import Drawing, open_engine
 from perl.training.loss import masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import PASS_TOKENS, Passes
+from perl.training.passes import PASS_TOKENS, Comparison, Passes, Samplers, require_comparable
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
-from perl.training.samplers import Comparison, Samplers, require_comparable
 from perl.training.step import Step
 from perl.training.stream import PromptStream
 from perl.training.validation import Validation

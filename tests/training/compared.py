@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from perl.training.samplers import Comparison, Samplers
+from perl.training.passes import Comparison, Samplers
 
 
 class Nobody(Samplers):

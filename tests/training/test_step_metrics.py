@@ -12,8 +12,8 @@ from perl.base.errors import RankError, say_once
 from perl.records import Trajectory, Weights
 from perl.training.loss import LossInputs, LossOutputs, Measured
 from perl.training.metrics import Metrics
+from perl.training.passes import require_same_policy
 from perl.training.processes import Processes
-from perl.training.samplers import require_same_policy
 from perl.training.step import Step
 from tests.training.compared import compared
 
