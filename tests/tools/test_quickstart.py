@@ -124,5 +124,6 @@ def test_training_raises_the_accuracy(tmp_path, engine):
     ] == []
     assert done.stdout.count("  reward ") == 6  # every tenth step
     metrics = [json.loads(line) for line in (tmp_path / "run" / "train" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 61))
-    assert metrics[0]["aqn/sigma"] > metrics[-1]["aqn/sigma"] == 0.0005
+    steps = [row for row in metrics if "reward" in row]
+    assert [row["step"] for row in steps] == list(range(1, 61))
+    assert steps[0]["aqn/sigma"] > steps[-1]["aqn/sigma"] == 0.0005
