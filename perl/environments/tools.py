@@ -231,6 +231,10 @@ class ToolUse:
             self._begun = message
         places: dict[Future[Any], int] = {}
 
+        def in_time() -> bool:
+            with self._lock:
+                return not _is_in(left, message)
+
         def came(future: Future[Any]) -> bool:
             """In time."""
             place = places[future]
@@ -242,7 +246,8 @@ class ToolUse:
 
         for place, call in enumerate(calls[:MOST_CALLS]):
             places[future := self.waiting.begun(functools.partial(self._call, call))] = place
-            if future.done() and not came(future):
+            if not (came(future) if future.done() else in_time()):
+                future.cancel()  # begun behind the cancellation of the others
                 return None
         under_way = [future for future, place in places.items() if place not in made]
         return _messages(made) if all(map(came, as_completed(under_way))) else None

@@ -217,7 +217,8 @@ def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
 def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
     written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
-    torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins."""
+    torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins. A
+    checkpoint of another run brings that run's best adapter along."""
     for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
         if not (run_dir / before.name.removeprefix(BEFORE)).exists():
             before.rename(run_dir / before.name.removeprefix(BEFORE))
@@ -246,3 +247,16 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
             shutil.rmtree(before)
         else:
             before.rename(best.parent)
+    if checkpoint is not None and not best.parent.is_dir():
+        _bring_best(Path(checkpoint).resolve().parent, run_dir, step)
+
+
+def _bring_best(of: Path, run_dir: Path, step: int) -> None:
+    """Copy the best adapter up to `step` from the run that the checkpoint is of, where it has one."""
+    for folder in (of / BEST, of / BEST_BEFORE):
+        if (file := folder / BEST_FILE).is_file() and read_json(file, kind=BestStep)["step"] <= step:
+            made = run_dir / SAVING / BEST
+            shutil.copytree(folder, made)
+            put_in_place(made, run_dir / BEST)
+            log.info("%s: the best so far, copied from %s", run_dir / BEST, folder)
+            return

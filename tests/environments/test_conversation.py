@@ -802,6 +802,37 @@ def test_an_asynchronous_tool_that_is_late_is_cancelled():
     assert (ended, len(set(loops))) == (["a", "a"], 1)
 
 
+def test_a_late_turn_begins_no_further_asynchronous_calls():
+    """The first takes its time before it is awaited, so that the turn is over when it has begun."""
+    begun, ended, over = [], [], threading.Event()
+
+    async def answer(word: str) -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(word)
+            over.set()
+            raise
+        return word
+
+    def slow(word: str):
+        """Slow to begin.
+
+        Args:
+            word: For it.
+        """
+        begun.append(word)
+        over.wait(2)
+        return answer(word)
+
+    turn = "\n".join(
+        f'<tool_call>\n{{"name": "slow", "arguments": {{"word": "{word}"}}}}\n</tool_call>' for word in "ab"
+    )
+    talk(saying(turn, "so"), slow, tool_timeout_s=0.3)
+    assert over.wait(30)
+    assert (begun, ended) == (["a"], ["a"])
+
+
 def test_an_asynchronous_tool_that_does_not_await_holds_itself_alone():
     never = threading.Event()
 

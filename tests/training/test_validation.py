@@ -409,6 +409,24 @@ def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validat
     assert json.loads((run / "best" / "best.json").read_text()) == best  # no later one was better
 
 
+def test_a_run_that_goes_on_elsewhere_takes_its_best_along(made, flags, validated, tmp_path):
+    """The better one of a later step stays behind."""
+    run = tmp_path / "run"
+    shutil.copytree(validated, run)
+    (run / "best").rename(run / "_best_before")
+    for name, step in (("_best_before", 1), ("best", 3)):
+        (run / name).mkdir(exist_ok=True)
+        best = {"step": step, "metric": f"{CORE}1", "value": 1.0, "metrics": {}}
+        (run / name / "best.json").write_text(json.dumps(best))
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    there = {"training__output_dir": tmp_path / "there", "training__resume_from_checkpoint": run / "checkpoint-2"}
+    train(flags(VALIDATION, datasets, **there))
+    assert json.loads((tmp_path / "there" / "best" / "best.json").read_text())["step"] == 1
+    weights = [folder / "adapter_model.safetensors" for folder in (run / "_best_before", tmp_path / "there" / "best")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert not (tmp_path / "there" / "_saving").exists()
+
+
 def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
     """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
     setup = set_up_validation(
