@@ -2,7 +2,8 @@
 
 compare.json:
     this, other  folder, model, adapter, base_hash, adapter_hash of each
-    differs      what besides the model differs: a list of {"name", "other", "this"}
+    differs      what besides the model differs: a list of {"name", "other", "this"}; the name says of which datasets
+                 where it is not all, and this, other are of the first one
     datasets     name ->
         problems, n   problems that both have whole, and samples of each
         left_out      problems that only one of the two has whole
@@ -28,6 +29,7 @@ from perl.base.files import read_json
 from perl.evaluation.store import differences, excerpt
 from perl.scoring.results import (
     AGAIN,
+    MODEL,
     RUN,
     SAMPLES,
     SUMMARY,
@@ -37,14 +39,13 @@ from perl.scoring.results import (
     Summary,
     Sweep,
     read_samples,
-    same_model,
+    same_models,
     samples_hash,
 )
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
 from perl.scoring.summary import problem_scores, shown
 
-MODEL = ("model", "adapter", "base_hash", "adapter_hash")
 CONDITIONS = (
     "tasks", "styles", "chat_template_hash", "sampling", "dtype", "quantization", "max_model_len", "adapter_mode",
     "engines", "environment", "grading", "grading_hash",
@@ -127,13 +128,34 @@ def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--r
     return {
         "this": {"folder": str(this), **_fields(now[first], MODEL)},
         "other": {"folder": str(other), **_fields(before[first], MODEL)},
-        "differs": [
-            {"name": name, "other": old, "this": new}
-            for name, old, new in differences(_conditions(before[first]), _conditions(now[first]))
-            if name != "adapter_mode" or None not in (old, new)  # a base has no adapter to serve
-        ],
+        "differs": _differing({name: (before[name], now[name]) for name in compared}),
         "datasets": compared,
     }
+
+
+def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[dict[str, Any]]:
+    """Conditions that the datasets were scored under, and models other than those of the first dataset."""
+    first = _models(next(iter(pairs.values())))
+    found: list[tuple[tuple[str, Any, Any], list[str]]] = []
+    for dataset, pair in pairs.items():
+        others = [(name, *models) for name, models in _models(pair).items() if models != first[name]]
+        for change in [*differences(*map(_conditions, pair)), *others]:
+            known = next((datasets for other, datasets in found if other == change), None)
+            if known is None:
+                found.append((change, [dataset]))
+            else:
+                known.append(dataset)
+    return [
+        {"name": name if len(datasets) == len(pairs) else f"{name} ({', '.join(datasets)})", "other": old, "this": new}
+        for (name, old, new), datasets in found
+        if name != "adapter_mode" or None not in (old, new)  # a base has no adapter to serve
+    ]
+
+
+def _models(pair: tuple[Results, Results]) -> dict[str, tuple[Any, Any]]:
+    """Of the other and of this, by the field's name."""
+    other, this = (_fields(results, MODEL) for results in pair)
+    return {name: (other[name], this[name]) for name in MODEL}
 
 
 def _compare(other: Results, this: Results) -> dict[str, Any]:
@@ -213,7 +235,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
             f"warning: besides the model these differ (other | this): {named}",
             highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
-    if same_model(other, this):
+    if same_models(other, this, comparison["differs"]):
         console.print("both are the same model", highlight=False)
 
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from perl.base.errors import one_line
 from perl.base.files import typed
-from perl.scoring.results import COMPARE, Count, SampleRecord, Share, same_model, samples_hash
+from perl.scoring.results import COMPARE, Count, SampleRecord, Share, same_models, samples_hash
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def same_model(self) -> bool:
-        return same_model(self.other, self.this)
+        return same_models(self.other, self.this, self.differs)
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -149,8 +150,7 @@ def over_training(run: TrainingRun, wanted: OverSteps) -> Figure | None:
     if not lines:
         return None
     chart = charts.trend(lines, wanted.title, unit=wanted.unit, span=wanted.span, smooth=wanted.smooth)
-    legend = [(f"s{number}", line.name) for number, line in enumerate(lines)] if len(lines) > 1 else ()
-    return Figure(wanted.title, wanted.note, chart, legend)
+    return Figure(wanted.title, wanted.note, chart, legend_of(lines))
 
 
 def before_and_after(runs: Sequence[Run], pairs: Mapping[int, int]) -> Figure | None:
@@ -212,17 +212,32 @@ def bars_of(runs: Sequence[Run], dataset: str) -> list[Bar]:
 
 
 def over_steps(runs: Sequence[Run], dataset: str) -> Figure:
-    """Accuracy over training steps; the base, which stands at step 0, is drawn across too."""
+    """Accuracy over training steps, a line for each training; the base, which stands at step 0 of a single one, is
+    drawn across too."""
     results = [(run.step, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
-    scores = {step: accuracy(scored) for step, scored in results if step is not None}
     base = next((accuracy(scored) for _, scored in results if scored.summary["adapter"] is None), None)
-    line = with_band(dataset, scores)
+    trainings: dict[Path, dict[int, Mapping[str, Any]]] = {}
+    for step, scored in results:
+        if step is not None and (adapter := scored.summary["adapter"]) is not None:
+            trainings.setdefault(Path(adapter).parent, {})[step] = accuracy(scored)
+    names = [folder.name for folder in trainings]
+    if len(trainings) < 2:
+        (scores,) = trainings.values() or [{}]
+        lines = [with_band(dataset, scores | ({0: base} if base else {}))]
+    else:
+        labels = [folder.name if names.count(folder.name) == 1 else str(folder) for folder in trainings]
+        lines = [with_band(label, scores) for label, scores in zip(labels, trainings.values(), strict=True)]
     level = 100 * base["value"] if base else None
     chart = charts.trend(
-        [line], f"Accuracy on {dataset} by step", unit="%", x_name="step", level=level, smooth=False, pointer=False
+        lines, f"Accuracy on {dataset} by step", unit="%", x_name="step", level=level, smooth=False, pointer=False
     )
     note = "Accuracy by training step; the band is the 95 % interval"
-    return Figure(dataset, f"{note}, the dashed line the base." if base else f"{note}.", chart)
+    return Figure(dataset, f"{note}, the dashed line the base." if base else f"{note}.", chart, legend_of(lines))
+
+
+def legend_of(lines: Sequence[Line]) -> Sequence[tuple[str, str]]:
+    """Of more than one line."""
+    return [(f"s{number % charts.COLOURS}", line.name) for number, line in enumerate(lines)] if len(lines) > 1 else ()
 
 
 def with_band(name: str, scores: Mapping[int, Mapping[str, Any]]) -> Line:

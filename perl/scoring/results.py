@@ -368,6 +368,10 @@ def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
     return kept
 
 
+MODEL = ("model", "adapter", "base_hash", "adapter_hash")
+"""Fields of a Summary that say which model was scored."""
+
+
 def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether both scored the same weights, by their hashes. A validation has none of what is trained: there the name
     counts."""
@@ -383,3 +387,8 @@ def samples_hash(records: Iterable[Mapping[str, Any]]) -> str:
     for record in records:
         read.setdefault((record["key"], record["sample"]), [record["score"], record["extracted"]])
     return hashlib.blake2b(json.dumps(sorted(read.items())).encode(), digest_size=8).hexdigest()
+
+
+def same_models(other: Mapping[str, Any], this: Mapping[str, Any], differs: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the two sides of a compare.json are the same model, on each of its datasets."""
+    return same_model(other, this) and not any(each["name"].partition(" (")[0] in MODEL for each in differs)

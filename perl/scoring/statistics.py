@@ -60,6 +60,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
+def best_at_k(scores: Sequence[float], k: int) -> float:
+    """Mean of the largest of k of the scores, drawn with replacement: the i-th smallest of n is the largest with
+    probability (i / n)^k - ((i - 1) / n)^k."""
+    n = len(scores)
+    return sum(score * ((i / n) ** k - ((i - 1) / n) ** k) for i, score in enumerate(sorted(scores), start=1))
+
+
 def majority_at_k(votes: Sequence[tuple[str | None, float]], k: int) -> float:
     """Score of the majority's answer among k samples, averaged over the disjoint groups of k consecutive samples.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -96,6 +96,13 @@ class LossInputs:
     entropy_threshold: torch.Tensor | None = None
     """[]: tokens of less entropy have no part in the policy's loss (arXiv 2506.01939); None: all have."""
 
+    def masked(self) -> LossInputs:
+        """0 for what is said of tokens that are not in `mask`: e to the power of it may be infinite, which no
+        multiplication by 0 takes back."""
+        names = ("policy", "old", "sampler", "reference")
+        columns = {name: column for name in names if (column := getattr(self, name)) is not None}
+        return replace(self, **{name: column.masked_fill(~self.mask, 0.0) for name, column in columns.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -128,6 +135,7 @@ Surrogate = Callable[[LossInputs, torch.Tensor, LossSettings], tuple[torch.Tenso
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> LossOutputs:
     """The loss of a micro-batch, with the terms that `settings` asks for."""
+    inputs = inputs.masked()
     log_ratio = inputs.policy - inputs.old
     if settings.level == "sequence":
         log_ratio = masked_mean(log_ratio, inputs.mask)

@@ -57,6 +57,7 @@ from perl.scoring.results import (
     read_metrics,
 )
 from perl.scoring.samples import record_of, text_of_completion
+from perl.scoring.statistics import best_at_k
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.validation_setup import ValidationSetup
@@ -344,8 +345,9 @@ def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:
 def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str, float]:
     """Metrics of one data source, each a mean over its problems.
 
-    acc/mean@n is verl's, and acc/best@k/mean what verl's 1000 draws with replacement estimate: 1 - (1 - c/n)^k for c
-    correct of n. acc/pass@k and acc/maj@k are the evaluator's (perl.scoring.statistics), without replacement.
+    acc/mean@n is verl's, and acc/best@k/mean what verl's 1000 draws with replacement estimate: the mean of the largest
+    of k scores, for c of n correct 1 - (1 - c/n)^k. acc/pass@k and acc/maj@k are the evaluator's
+    (perl.scoring.statistics), without replacement.
     """
     by_problem: dict[str, list[SampleRecord]] = defaultdict(list)
     for record in records:
@@ -357,7 +359,7 @@ def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str,
         section = "val-core" if int(k) == n else "val-aux"
         metrics[f"{section}/{label}/acc/{'mean' if kind == 'avg' else kind}@{k}"] = fmean(scores[name])
         if kind == "pass":
-            best = [1 - (1 - share) ** int(k) for share in scores["accuracy"]]
+            best = [best_at_k([row["score"] for row in rows], int(k)) for rows in by_problem.values()]
             metrics[f"{section}/{label}/acc/best@{k}/mean"] = fmean(best)
     rows = [record for problem_records in by_problem.values() for record in problem_records]
     metrics[f"val-aux/{label}/truncated"] = fmean([float(row["finish_reason"] == "length") for row in rows])

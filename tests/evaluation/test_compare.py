@@ -132,6 +132,26 @@ def test_what_differs_besides_the_model_is_named(tmp_path, capsys):
     assert "no difference that 3 problems could show" in shown
 
 
+def test_what_differs_on_one_dataset_alone_is_named_with_it(tmp_path, capsys):
+    """The folder of the second holds another adapter's scores on math500."""
+    folders = [
+        write_results(tmp_path / name, {"a": [1.0]}, dataset=dataset, adapter=f"/runs/{adapter}", model="m", **changes)
+        for name, dataset, adapter, changes in (
+            ("a", "gsm8k", "one", {"base_hash": "1", "max_model_len": 512}),
+            ("a", "math500", "one", {"base_hash": "1", "max_model_len": 512}),
+            ("b", "gsm8k", "one", {"base_hash": "1", "max_model_len": 256, "dtype": "bfloat16"}),
+            ("b", "math500", "two", {"base_hash": "1", "max_model_len": 256}),
+        )
+    ]
+    assert main(["compare", str(folders[0]), str(folders[2])]) == 0
+    written = json.loads((tmp_path / "b" / "compare.json").read_text())
+    differing = {each["name"]: (each["other"], each["this"]) for each in written["differs"]}
+    assert differing.pop("max_model_len") == (512, 256)
+    assert differing.pop("dtype (gsm8k)")[1] == "bfloat16"
+    assert differing == {"adapter (math500)": ("/runs/one", "/runs/two")}
+    assert "both are the same model" not in capsys.readouterr().out
+
+
 def test_nothing_in_common_is_refused(tmp_path):
     a = write_results(tmp_path / "a", {"0-0": [1.0]})
     b = write_results(tmp_path / "b", {"0-0": [1.0]}, dataset="math500")

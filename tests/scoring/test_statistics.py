@@ -7,6 +7,7 @@ import pytest
 
 from perl.scoring.statistics import (
     Estimate,
+    best_at_k,
     clustered_bootstrap,
     majority_at_k,
     over_seeds,
@@ -43,6 +44,13 @@ def test_the_k_that_are_reported():
     assert powers_of_two(1) == [1]
     assert powers_of_two(8) == [1, 2, 4, 8]
     assert powers_of_two(6) == [1, 2, 4, 6]
+
+
+def test_the_best_of_k_drawn_with_replacement():
+    """Of 0, 0.5 and 1 two draws have the largest 0 in 1 of 9 cases, 0.5 in 3, 1 in 5."""
+    assert best_at_k([1.0, 0.0, 0.5], 2) == pytest.approx((3 * 0.5 + 5) / 9)
+    assert best_at_k([0.5] * 8, 8) == pytest.approx(0.5)
+    assert best_at_k([1.0, 0.0, 0.0, 1.0], 3) == pytest.approx(1 - 0.5**3)
 
 
 def test_majority_takes_the_commonest_answer():
