@@ -77,6 +77,8 @@ class MergeReport:
     trained_above: str = ""
     """How the base was quantised that the adapter was trained above, "4 bits (bitsandbytes, nf4)", where it was and the
     adapter lies in its run's folder. It is merged into float weights all the same."""
+    asked: str = ""
+    """The dtype that was asked for, "auto" among them."""
 
 
 def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto") -> MergeReport:
@@ -131,6 +133,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
             written_error=written_error,
             note=note,
             trained_above=trained_above(adapter),
+            asked=dtype,
         )
         (folder / "merge.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report

@@ -91,13 +91,14 @@ def weights_of(setup: Setup, candidate: Candidate) -> WeightsSpec:
 
 
 def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeReport:
-    """Merge into the candidate's folder, or use what an interrupted run of the same model and adapter has left."""
+    """Merge into the candidate's folder, or use what an interrupted run of the same model, adapter and --dtype has
+    left."""
     output = setup.folder(candidate) / MERGED
     report = read_report(output)
     usable = (
         report is not None
         and (report.base_hash, report.adapter_hash) == (setup.base_hash, candidate.adapter_hash)
-        and setup.config.dtype in ("auto", report.dtype)
+        and setup.config.dtype == report.asked
     )
     if report is None or not usable:
         for left in output.parent.glob(f"[_.]{MERGED}.*.partial"):  # of an evaluation that was killed while it merged

@@ -16,7 +16,7 @@ from perl.tasks.files import Row, json_mistake
 
 SCHEMAS = {
     "verl": "prompt (messages), reward_model.ground_truth, data_source",
-    "dapo": "prompt, solution",
+    "dapo": "prompt, solution (the answer)",
     "gsm8k": "question, answer",
     "bench": "problem, answer",
     "guide": "prompt, answer",
@@ -53,7 +53,7 @@ def _by_schema(row: Row, where: str) -> Fields:
     reward_model = _structure(row.get("reward_model"), where)
     source = row.get("data_source") or row.get("source")
     source = source if isinstance(source, str) else None
-    if isinstance(prompt, str) and row.get("solution") is not None:
+    if isinstance(prompt, str) and row.get("solution") is not None and row.get("answer") is None:
         return Fields(schema="dapo", question=prompt.strip(), gold=row["solution"], data_source=source)
     if prompt is not None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
         return _prompted("verl", prompt, reward_model["ground_truth"], source, where)

@@ -19,7 +19,7 @@ from perl.evaluation.candidates import find_candidates
 from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.run import SweepError, evaluate
 from perl.evaluation.setup import Setup
-from perl.evaluation.weights import MERGED, WeightsAhead
+from perl.evaluation.weights import MERGED, WeightsAhead, merged_model
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import alive, command, lines, wait_for, workers_of
 from tests.tiny import save_tiny
@@ -107,6 +107,20 @@ def test_no_more_than_two_merged_models_lie_on_disk(settings, run, tiny, tmp_pat
     assert [(tmp_path / "out" / candidate.name / MERGED).exists() for candidate in setup.candidates] == [
         True, True, False,
     ]  # fmt: skip
+
+
+def test_what_was_merged_for_another_dtype_is_merged_again(settings, run, tmp_path):
+    """In float32 its update is whole; auto, of a float32 base, gives the same, and bfloat16 was asked for by name."""
+    adapter = run / "checkpoint-4"
+    reports = []
+    for dtype in ("bfloat16", "auto", "auto"):
+        setup = Setup.of(replace(settings, adapter=[str(adapter)], result_dir=str(tmp_path / "out"), dtype=dtype))
+        reports.append(merged_model(setup, setup.candidates[0], adapter))
+        made = (tmp_path / "out" / MERGED / "merge.json").stat().st_mtime_ns
+        if len(reports) == 2:
+            kept = made
+    assert [report.dtype for report in reports] == ["bfloat16", "float32", "float32"]
+    assert made == kept
 
 
 @pytest.mark.slow

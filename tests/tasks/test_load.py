@@ -54,6 +54,12 @@ def load_one(folder: Path, row: dict, **options) -> Problem:
     return problem
 
 
+def test_an_answer_goes_before_its_solution(tmp_path):
+    row = {"prompt": "What is 2 + 2?", "solution": "Two and two are \\boxed{4}.", "answer": "4"}
+    problem = load_one(tmp_path, row)
+    assert (problem.question, problem.gold) == ("What is 2 + 2?", "4")
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
 @pytest.mark.parametrize(
     ("row", "task", "question", "gold"),
