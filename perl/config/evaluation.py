@@ -51,6 +51,8 @@ class EvalConfig:
         max_new_tokens: longest completion.
         seed: seed of the run; each completion's own follows from it, whatever the order and the devices.
         system_prompt: text of a system turn before each prompt; default: the task's own.
+        chat_template_kwargs: what the model's chat template is given besides, as '{"enable_thinking": false}'; a
+            training's training.chat_template_kwargs.
         few_shot: worked examples before each question: a number (the first ones of the dataset's train split), or a
             jsonl file of {"question", "answer"}.
         compare: result folder to compare with, problem by problem; writes compare.json.
@@ -86,6 +88,7 @@ class EvalConfig:
     max_new_tokens: PositiveInt | None = None
     seed: NonNegativeInt = 0
     system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     few_shot: str | None = None
     compare: str | None = None
     rescore: bool = False

@@ -47,8 +47,8 @@ from perl.scoring.statistics import paired_difference
 from perl.scoring.summary import problem_scores, shown
 
 CONDITIONS = (
-    "tasks", "styles", "chat_template_hash", "sampling", "dtype", "quantization", "max_model_len", "adapter_mode",
-    "engines", "environment", "grading", "grading_hash",
+    "tasks", "styles", "chat_template_hash", "chat_template_kwargs", "sampling", "dtype", "quantization",
+    "max_model_len", "adapter_mode", "engines", "environment", "grading", "grading_hash",
 )  # fmt: skip
 """Fields of a summary that may move a score, the model apart."""
 

@@ -46,7 +46,15 @@ def load_problem_set(
     problems = load_problems(spec, config.split, config.max_samples, config.task, graded, columns)
     examples = few_shot_examples(config, spec, problems)
     return make_problem_set(
-        problems, spec, name, tokenizer, given(config), config.system_prompt, examples, template=template
+        problems,
+        spec,
+        name,
+        tokenizer,
+        given(config),
+        config.system_prompt,
+        examples,
+        template=template,
+        template_kwargs=config.chat_template_kwargs,
     )
 
 

@@ -81,7 +81,7 @@ class Setup:
         require_vocabulary(tokenizer_of(tokenizer), text_config.vocab_size, str(config.model))
         if config.quantization != "none":
             require_quantisable(config, model, tokenizer, executor.devices.kind)
-        conversations = set_up_environment(config.environment, tokenizer) if config.environment.used else None
+        conversations = set_up_environment(config, tokenizer) if config.environment.used else None
         allowed = getattr(text_config, "max_position_embeddings", None)
         if config.max_model_len and allowed and config.max_model_len > allowed:
             raise UserError(f"--max_model_len {config.max_model_len}: the model takes {allowed} tokens at most")
@@ -156,11 +156,11 @@ def own_flags() -> Iterator[None]:
         raise UserError(str(error).replace("--config.environment", "--environment")) from error
 
 
-def set_up_environment(environment: EnvironmentConfig, tokenizer: Any) -> Conversations:
+def set_up_environment(config: EvalConfig, tokenizer: Any) -> Conversations:
     """What --environment names, tried here once; each worker has its own."""
     with own_flags():
-        source = load_environment(environment)
-        conversations = open_conversations(environment, source, tokenizer)
+        source = load_environment(config.environment)
+        conversations = open_conversations(config.environment, source, tokenizer, config.chat_template_kwargs)
         with source.opened():
             return conversations
 
@@ -213,13 +213,29 @@ def warn_of_quantization(config: EvalConfig, folders: Iterable[Path]) -> None:
             )  # fmt: skip
 
 
+def warn_of_template(config: EvalConfig, folders: Iterable[Path]) -> None:
+    """One line for each way in which adapters or models were trained with other arguments of the chat template."""
+    told = [config.chat_template_kwargs or {}]
+    for folder in folders:
+        trained = trained_with(folder, "training").get("chat_template_kwargs")
+        if trained and trained not in told:
+            told.append(trained)
+            log.warning(
+                "%s was trained with other prompts: write --chat_template_kwargs %s",
+                folder, shlex.quote(json.dumps(trained)),
+            )  # fmt: skip
+
+
 def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob | TalkJob:
     """What the workers do to complete `samples`."""
     options = engine_options(setup, samples)
     if setup.conversations is None:
         return EngineJob(setup.engine, options)
     job = EngineJob(setup.engine, options | {"ends": [setup.conversations.template.end]})
-    return TalkJob(job, absolute(setup.config.environment), str(setup.model), setup.context)
+    config = setup.config
+    return TalkJob(
+        job, absolute(config.environment), str(setup.model), setup.context, template_kwargs=config.chat_template_kwargs
+    )
 
 
 def request_of(setup: Setup, sample: Sample) -> Request:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -289,6 +290,7 @@ def settings_of(summary: Summary) -> dict[str, Any]:
         "versions": ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
         "machine": made["machine"],
         "chat template hash": summary["chat_template_hash"],
+        "chat template arguments": json.dumps(given) if (given := summary.get("chat_template_kwargs")) else None,
     }
 
 

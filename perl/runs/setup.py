@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,6 +176,7 @@ def build_dataset(
     completion: int | None = None,
     read: Callable[[Sequence[Message]], list[int]] | None = None,
     columns: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Rows for TRL: `prompt` (messages), and for the rewards `gold` (None: none), `task` ("": none) and `row`
     (perl.rewards.files); which problem each is, in PROBLEM.
@@ -188,11 +189,12 @@ def build_dataset(
         limits: of the model, that prompts are held against.
         completion: the longest, in tokens.
         read: the tokens of a prompt's messages; None: by the chat template alone.
+        template_kwargs: what that is given besides (training.chat_template_kwargs).
     """
     problems = _problems(config, graded, columns)
     rows = [_row(problem, config.system_prompt, has_images(tokenizer)) for problem in problems]
     prompts = [
-        read(row["prompt"]) if read else encode(tokenizer, row["prompt"], p.images)
+        read(row["prompt"]) if read else encode(tokenizer, row["prompt"], p.images, template_kwargs)
         for row, p in zip(rows, problems, strict=True)
     ]
     if limits is not None:

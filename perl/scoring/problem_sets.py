@@ -35,6 +35,8 @@ class ProblemSet:
     """By task."""
     samples: tuple[Sample, ...]
     """sampling.n of each problem, side by side."""
+    template_kwargs: Mapping[str, Any] | None = None
+    """What the chat template was given besides."""
 
     @property
     def dataset(self) -> str:
@@ -57,7 +59,10 @@ class ProblemSet:
         sampling = asdict(self.sampling)
         sampling.pop("n")
         styles: Any = json.loads(json.dumps({task: asdict(style) for task, style in self.styles.items()}))
-        return {"dataset": self.spec, "styles": styles, "sampling": sampling}
+        asked: Asked = {"dataset": self.spec, "styles": styles, "sampling": sampling}
+        if self.template_kwargs:
+            asked["chat_template_kwargs"] = dict(self.template_kwargs)
+        return asked
 
     def of_candidate(self, name: str, adapter: str | None) -> ProblemSet:
         """The same for a candidate of a sweep: its samples are stored in its folder and completed with its adapter.
@@ -81,6 +86,7 @@ def make_problem_set(
     examples: tuple[tuple[str, str], ...] = (),
     flag: str = "--",
     template: Template | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> ProblemSet:
     """The problem set of a dataset's problems, with the sampling of the task that is commonest among them.
 
@@ -88,13 +94,21 @@ def make_problem_set(
         given: fields of Sampling that the user has set.
         examples: (question, worked answer) pairs before each question.
         flag: what stands before a field's name in a flag, for messages.
-        template: as in `make_samples`.
+        template, template_kwargs: as in `make_samples`; the template has the kwargs already.
     """
     tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
     sampling = sampling_of_task(tasks[0], given, flag)
     styles = {task: style_of_task(task, system_prompt, examples) for task in tasks}
-    samples = tuple(make_samples(problems, name, sampling, styles, tokenizer, template))
-    return ProblemSet(name=name, spec=spec, tasks=tasks, sampling=sampling, styles=styles, samples=samples)
+    samples = tuple(make_samples(problems, name, sampling, styles, tokenizer, template, template_kwargs))
+    return ProblemSet(
+        name=name,
+        spec=spec,
+        tasks=tasks,
+        sampling=sampling,
+        styles=styles,
+        samples=samples,
+        template_kwargs=template_kwargs,
+    )
 
 
 def named(specs: Iterable[str], flag: str, cure: str) -> dict[str, str]:

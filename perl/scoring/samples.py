@@ -43,6 +43,7 @@ def make_samples(
     styles: Mapping[str, PromptStyle],
     tokenizer: PreTrainedTokenizerBase,
     template: Template | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
     """`sampling.n` samples of each problem, side by side.
 
@@ -51,6 +52,7 @@ def make_samples(
         styles: how prompts are built, by task.
         tokenizer: or processor (perl.models.images.load_processing).
         template: what words the prompts of conversations with an environment; None: the tokenizer's chat template.
+        template_kwargs: what the tokenizer's chat template is given besides.
     """
     samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):
@@ -59,8 +61,9 @@ def make_samples(
         if template is not None:
             token_ids, text = tuple(template.prompt(messages)), template.text(messages)
         else:
-            token_ids = tuple(encode(tokenizer, messages, problem.images))
-            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            token_ids = tuple(encode(tokenizer, messages, problem.images, template_kwargs))
+            further = {**(template_kwargs or {}), "add_generation_prompt": True, "tokenize": False}
+            text = str(tokenizer.apply_chat_template(messages, **further))
         samples += [
             Sample(
                 token_ids=token_ids,

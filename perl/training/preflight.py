@@ -131,6 +131,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         completion=config.training.max_completion_length,
         read=conversations.template.prompt if conversations else None,
         columns=config.environment.factory is not None,
+        template_kwargs=kwargs,
     )
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})

@@ -123,7 +123,10 @@ def _problem_set(
     given = {field: value for field in GIVEN if (value := getattr(validation, field)) is not None}
     template = conversations.template if conversations else None
     prompt = config.dataset.system_prompt
-    made = make_problem_set(problems, spec, name, tokenizer, given, prompt, flag=FLAG, template=template)
+    kwargs: Any = config.training.chat_template_kwargs
+    made = make_problem_set(
+        problems, spec, name, tokenizer, given, prompt, flag=FLAG, template=template, template_kwargs=kwargs
+    )
     if conversations and conversations.source.needed:
         conversations.source.check_rows([row_of_sample(sample) for sample in made.samples])
     validate(made.sampling)

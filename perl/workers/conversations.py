@@ -70,6 +70,8 @@ class TalkJob:
     """Folder of the tokenizer whose chat template words the turns."""
     context: int | None
     """Most tokens of a conversation; None: any number."""
+    template_kwargs: dict[str, Any] | None = None
+    """As in Talks."""
 
     def paths(self, weights: WeightsSpec) -> list[str]:
         return [*self.engine.paths(weights), self.tokenizer, *files_of(self.environment)]
@@ -82,7 +84,7 @@ class TalkJob:
             key, sample = request.id[-2:]
             return Asked(prompt=request.prompt, key=str(key), sample=int(sample), row=request.row)
 
-        with opened(self.environment, load_tokenizer(self.tokenizer)) as conversations:
+        with opened(self.environment, load_tokenizer(self.tokenizer), self.template_kwargs) as conversations:
             started = time.monotonic()
             engine = self.engine.build(weights)
             yield Ready(engine.max_num_seqs, time.monotonic() - started)

@@ -10,7 +10,7 @@ import pytest
 from perl.config.schema import EnvironmentConfig
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import warn_of_environments
+from perl.evaluation.setup import warn_of_environments, warn_of_template
 from perl.tasks.trained import TRAINED_PROBLEMS
 from perl.training.grpo import train
 
@@ -76,6 +76,22 @@ def changed(adapter: Path) -> Path:
 def test_other_problems_count_zero_and_a_folder_outside_of_a_run_tells_nothing(run, tmp_path):
     assert trained_on(run / "adapter", {"0123456789abcdef-0"}) == {"run": str(run), "problems": 0}
     assert trained_on(tmp_path, {"0123456789abcdef-0"}) is None
+
+
+def test_the_evaluation_says_what_the_chat_template_was_given_in_training(config, tmp_path, caplog):
+    for name, given in (("run", {"enable_thinking": False}), ("plain", None)):
+        (tmp_path / name).mkdir()
+        group = {"training": {"chat_template_kwargs": given}}
+        (tmp_path / name / "config.yaml").write_text(json.dumps(group))
+    folders = [tmp_path / "run/adapter", tmp_path / "run/checkpoint-3", tmp_path / "plain/adapter", tmp_path / "none"]
+    warn_of_template(config, folders)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        f"{tmp_path}/run/adapter was trained with other prompts: write"
+        """ --chat_template_kwargs '{"enable_thinking": false}'"""
+    )
+    warn_of_template(replace(config, chat_template_kwargs={"enable_thinking": False}), folders)
+    assert len(caplog.records) == 1
 
 
 def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config, tmp_path, caplog):

@@ -9,7 +9,7 @@ from perl.evaluation.datasets import given, load_problem_set, load_problem_sets
 from perl.prompts import PromptStyle, build_messages
 from perl.records import Problem, row_seed
 from perl.scoring.samples import cluster_of, folder_name, problem_keys, sampling_of_task
-from tests.tiny import tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 
 def problem(question: str, gold: str = "1") -> Problem:
@@ -35,6 +35,22 @@ def test_rows_have_their_own_seeds(config, sums):
     assert first.seed == row_seed(0, first.key, 3)
     assert first.prompt_text.startswith("<|user|> What is 0 + 0 ?")
     assert first.problem.gold == "0"
+
+
+def test_the_chat_template_gets_its_arguments(config, sums):
+    """A template that closes the thoughts where enable_thinking is false, as Qwen3's does."""
+    tokenizer = tiny_tokenizer(f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}0 0{{% endif %}}")
+    plain = load_problem_set(config, tokenizer, str(sums), "sums")
+    told = replace(config, chat_template_kwargs={"enable_thinking": False})
+    made = load_problem_set(told, tokenizer, str(sums), "sums")
+    zero = tokenizer.convert_tokens_to_ids("0")
+    for one, other in zip(plain.samples, made.samples, strict=True):
+        assert other.token_ids == (*one.token_ids, zero, zero)
+        assert other.prompt_text == f"{one.prompt_text}0 0"
+    assert "chat_template_kwargs" not in plain.asked
+    assert made.asked["chat_template_kwargs"] == {"enable_thinking": False}
+    with pytest.raises(UserError, match="the chat template fails: "):
+        load_problem_set(replace(config, chat_template_kwargs={"tokenize": True}), tokenizer, str(sums), "sums")
 
 
 def test_more_samples_keep_the_rows_there_are(config, sums):

@@ -23,6 +23,7 @@ from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.engines.hf import HFEngine
 from perl.evaluation.candidates import find_candidates
+from perl.evaluation.datasets import load_problem_set
 from perl.evaluation.run import evaluate
 from perl.grading import RULES, Grader
 from perl.models.folders import content_hash
@@ -38,7 +39,7 @@ from perl.training.validation import Validation, best_so_far, logged_steps, metr
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
 from tests.quantised import needs_int8
-from tests.tiny import END, save_tiny, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -508,6 +509,20 @@ def test_where_workers_draw_by_vllm_the_trainers_own_model_validates(made, flags
     setup = set_up_validation(config, tiny_tokenizer(), set())
     assert setup is not None
     assert (setup.engine, setup.tp_size, setup.context) == (engine, tp_size, context)
+
+
+def test_it_asks_as_the_training_does(made, flags):
+    """And as perl/eval.py --chat_template_kwargs: the template's arguments are the training's."""
+    tokenizer = tiny_tokenizer(f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}0 0{{% endif %}}")
+    others, kwargs = str(made / "others.jsonl"), {"enable_thinking": False}
+    changed = {"validation__datasets": f'["{others}"]', "training__chat_template_kwargs": json.dumps(kwargs)}
+    setup = set_up_validation(parse(flags(VALIDATION, **changed)).build(), tokenizer, set())
+    assert setup is not None
+    asked = EvalConfig(model="m", dataset=others, temperature=0.0, max_new_tokens=8, chat_template_kwargs=kwargs)
+    (problem_set,) = setup.problem_sets
+    evaluated_ = load_problem_set(asked, tokenizer, others, "others")
+    assert [s.token_ids for s in problem_set.samples] == [s.token_ids for s in evaluated_.samples]
+    assert problem_set.asked["chat_template_kwargs"] == kwargs
 
 
 def test_a_setting_without_datasets_gets_a_warning(flags):
