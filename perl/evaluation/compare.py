@@ -138,8 +138,9 @@ def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[dict[str, A
     first = _models(next(iter(pairs.values())))
     found: list[tuple[tuple[str, Any, Any], list[str]]] = []
     for dataset, pair in pairs.items():
+        other, this = map(_conditions, pair)
         others = [(name, *models) for name, models in _models(pair).items() if models != first[name]]
-        for change in [*differences(*map(_conditions, pair)), *others]:
+        for change in [*differences(other, this), *others]:
             known = next((datasets for other, datasets in found if other == change), None)
             if known is None:
                 found.append((change, [dataset]))

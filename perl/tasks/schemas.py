@@ -16,7 +16,7 @@ from perl.tasks.files import Row, json_mistake
 
 SCHEMAS = {
     "verl": "prompt (messages), reward_model.ground_truth, data_source",
-    "dapo": "prompt, solution (the answer)",
+    "dapo": "prompt, solution (its answer)",
     "gsm8k": "question, answer",
     "bench": "problem, answer",
     "guide": "prompt, answer",
