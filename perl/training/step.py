@@ -221,7 +221,7 @@ class Step:
         if self.critic is not None:
             scored = replace(scored, generalized=generalized(scored))
             batch.returns = self.critic.targets(scored)
-        by_function = self.args.multi_objective_aggregation == "normalize_then_sum" and penalty is None
+        by_function = self.args.multi_objective_aggregation == "normalize_then_sum"
         estimate = self.algorithm.advantages or (normalized_by_function if by_function else group_relative)
         advantages = estimate(scored)
         if scored.group_size > 1:
