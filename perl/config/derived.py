@@ -20,6 +20,18 @@ def correction_of(rollout: RolloutConfig) -> CorrectionMode:
     return "token" if another else "none"
 
 
+def rows_stand(training: Any) -> bool:
+    """Whether the loss depends on which rows share a micro-batch, so that each has the per_device_train_batch_size rows
+    that TRL gives it: a mean over its tokens (bnpo, an entropy bonus), or a rank among them (top_entropy_quantile). A
+    router's auxiliary loss depends on them too, which only the loaded model tells.
+
+    Args:
+        training: the group `training`, or what was built of it.
+    """
+    of_entropies = training.top_entropy_quantile < 1.0 or training.use_adaptive_entropy or training.entropy_coef != 0.0
+    return training.loss_type == "bnpo" or of_entropies
+
+
 def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups; a group
     with max_staleness."""

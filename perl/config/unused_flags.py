@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jsonargparse import Namespace
 
 from perl.algorithms import ALGORITHMS
-from perl.config.derived import correction_of
+from perl.config.derived import correction_of, rows_stand
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,11 @@ RULES: tuple[Rule, ...] = (
         keep=("training.epsilon_high",),
     ),
     only_with("training.entropy_coef_ training.entropy_target", "training.use_adaptive_entropy", True),
+    Rule(
+        ("training.max_tokens_per_microbatch",),
+        lambda v: not rows_stand(v.training),
+        "the loss (loss_type bnpo, top_entropy_quantile, an entropy bonus) depends on which rows share a micro-batch",
+    ),
     Rule(
         ("validation.",),
         lambda v: bool(v.validation.datasets),

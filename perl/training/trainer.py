@@ -41,7 +41,7 @@ from perl.adapters.none import compute_dtype
 from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
-from perl.config.derived import batches_ahead, correction_of
+from perl.config.derived import batches_ahead, correction_of, rows_stand
 from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
@@ -256,7 +256,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         engine = open_engine(self._drawing(peft_config, generation_kwargs, prompt))
         require_comparable(engine, sampling, config)
-        passes = self._make_passes(plan, processes)
+        stand = self.aux_loss_enabled or rows_stand(args)
+        max_tokens = None if stand or not plan.packed else args.max_tokens_per_microbatch
+        passes = self._make_passes(plan, processes, max_tokens)
         samplers = Samplers(
             engine=engine,
             passes=passes,
@@ -279,7 +281,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 itemsize=min(policy.dtype.itemsize, compute_dtype(args).itemsize),
             ),
             passes=passes,
-            dealer=self._make_dealer(plan),
+            dealer=self._make_dealer(plan, stand, max_tokens),
             critic=self._make_critic(plan, metrics) if ALGORITHMS[config.algorithm.name].critic else None,
             metrics=metrics,
             nonfinite=self.nonfinite,
@@ -316,28 +318,26 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, token]
             self.generation_config.eos_token_id = self.eos_token_ids
 
-    def _make_dealer(self, plan: PackingPlan) -> Dealer:
+    def _make_dealer(self, plan: PackingPlan, stand: bool, max_tokens: int | None) -> Dealer:
         args = self.args
-        of_micro_batch = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or self.aux_loss_enabled
-        of_micro_batch = of_micro_batch or args.use_adaptive_entropy or bool(args.entropy_coef)
         return Dealer(
             accumulation=args.gradient_accumulation_steps,
             per_generation=args.steps_per_generation or 1,
             # Where nothing but the advantage makes a row's gradient.
             leave_out_zero=args.beta == 0.0 and not ALGORITHMS[self.config.algorithm.name].critic,
             group=plan.packed,
-            fixed=of_micro_batch,  # what the loss takes a mean of
-            max_tokens=args.max_tokens_per_microbatch if plan.packed else None,
+            fixed=stand,
+            max_tokens=max_tokens,
             size=model_size(self.model),
         )
 
-    def _make_passes(self, plan: PackingPlan, processes: Processes) -> Passes:
+    def _make_passes(self, plan: PackingPlan, processes: Processes, max_tokens: int | None) -> Passes:
         args = self.args
         return Passes(
             packed=plan.packed,
             kernel=plan.kernel,
             aux_loss=self.aux_loss_enabled,
-            max_tokens=args.max_tokens_per_microbatch or PASS_TOKENS,
+            max_tokens=max_tokens or PASS_TOKENS,
             processes=processes,
             config=self.policy().config,
             clock=self.clock,

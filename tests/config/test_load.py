@@ -512,6 +512,17 @@ def test_flags_without_effect_get_one_warning_each():
     assert "rollout.engine is not vllm" in warnings[1]
 
 
+@pytest.mark.parametrize(
+    "flag", ["loss_type bnpo", "top_entropy_quantile 0.5", "entropy_coef 0.1", "use_adaptive_entropy true"]
+)
+def test_tokens_of_a_micro_batch_have_no_effect_where_rows_stand(flag):
+    name, value = flag.split()
+    tokens = ["--config.training.max_tokens_per_microbatch", "4096"]
+    (said,) = parse([*tokens, f"--config.training.{name}", value]).warnings
+    assert said.startswith("--config.training.max_tokens_per_microbatch has no effect: the loss (")
+    assert parse(tokens).warnings == []
+
+
 def test_every_rule_is_about_a_field_that_exists():
     fields = list(parse([]).values.keys(branches=False))
     for rule in RULES:

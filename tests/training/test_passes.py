@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perl.training.passes import by_area, by_tokens
+from perl.training.passes import PASS_TOKENS, by_area, by_tokens
 from tests.trainers import make_trainer, reward_tokens
 
 
@@ -32,6 +32,16 @@ def test_padded_rows_are_cut_by_their_rectangle():
     assert list(by_area(rows((1, 30, 1), (2, 1, 20)), 99)) == [[0], [1]]
     assert list(by_area(rows((1, 30, 1), (2, 1, 20)), 100)) == [[0, 1]]
     assert list(by_area([], 1)) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_an_update", "of_a_pass"),
+    [({}, 60, 60), ({"loss_type": "bnpo"}, None, PASS_TOKENS), ({"entropy_coef": 0.1}, None, PASS_TOKENS)],
+)
+def test_tokens_of_a_micro_batch_count_where_rows_may_change_places(tmp_path, settings, of_an_update, of_a_pass):
+    step = make_trainer(tmp_path, max_tokens_per_microbatch=60, **settings).step
+    assert (step.dealer.max_tokens, step.dealer.fixed) == (of_an_update, of_an_update is None)
+    assert step.passes.max_tokens == of_a_pass
 
 
 class NothingRead(TorchDispatchMode):

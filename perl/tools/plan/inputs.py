@@ -16,7 +16,7 @@ from perl.adapters.applied import check_stored
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
-from perl.config.derived import drawn_at_once
+from perl.config.derived import drawn_at_once, rows_stand
 from perl.config.files import look_for
 from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
@@ -203,6 +203,7 @@ def job_of(
         group=int(training.num_generations or 1),
         steps_per_generation=int(training.steps_per_generation or training.gradient_accumulation_steps),
         max_tokens=training.max_tokens_per_microbatch,
+        rows_stand=rows_stand(training),
         max_batch_tokens=None if rollout.max_batch_tokens is None else int(rollout.max_batch_tokens),
         engine=rollout.engine,
         workers=rollout.workers,

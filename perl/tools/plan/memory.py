@@ -116,6 +116,8 @@ class Job:
     checkpointing: bool
     max_tokens: int | None = None
     """max_tokens_per_microbatch."""
+    rows_stand: bool = False
+    """Rows stay in the micro-batches that TRL deals them to, whatever their prompts and `max_tokens`."""
     max_batch_tokens: int | None = None
     """rollout.max_batch_tokens."""
     engine: str | None = "fast"
@@ -404,11 +406,11 @@ def micro_batch(job: Job) -> Micro:
     computed once for its rows: prompts (p - 1) + rows (1 + c), of which rows c are scored."""
     rows = job.micro_batch
     shared, unshared, group = job.prompt - 1, 1 + job.completion, job.group
-    if job.max_tokens is not None and job.packed:
+    if job.max_tokens is not None and job.packed and not job.rows_stand:
         rows = min(job.update_rows, max(1, job.max_tokens * group // (shared + group * unshared)))
     prompts = -(-rows // group)
-    if math.gcd(job.steps_per_generation, job.accumulation) < job.steps_per_generation:
-        prompts = min(rows, job.prompts)  # several updates of a rollout: TRL has shuffled its rows
+    if job.rows_stand or math.gcd(job.steps_per_generation, job.accumulation) < job.steps_per_generation:
+        prompts = min(rows, job.prompts)  # all rows of a rollout are shuffled, over its updates and within them
     if not job.critic and (not job.packed or prompts == rows):
         return Micro(rows * job.length, rows * job.length, rows * job.length)
     copies = 2 if job.critic else 1

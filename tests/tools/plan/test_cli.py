@@ -73,6 +73,19 @@ def test_a_7b_recipe_from_config_json_alone(tmp_path):
     assert rows * flags["--config.training.steps_per_generation"] == 16
 
 
+@pytest.mark.parametrize("flag", ["loss_type bnpo", "entropy_coef 0.01", "top_entropy_quantile 0.2"])
+def test_a_loss_that_depends_on_the_rows_of_a_micro_batch_takes_each_row_with_its_prompt(plan, flag):
+    """8 rows of 1024 + 1024 tokens, of 8 prompts; without checkpointing of the layers' inputs and the end."""
+    name, value = flag.split()
+    sizes = "per_device_train_batch_size 8 gradient_accumulation_steps 8 num_generations 8 max_completion_length 1024"
+    words = [*sizes.split(), "max_prompt_length", "1024", "gradient_checkpointing", "true", name, value]
+    words += ["max_tokens_per_microbatch", "4096"]
+    flags = [word if i % 2 else f"--config.training.{word}" for i, word in enumerate(words)]
+    found = json.loads(plan(RECIPE, MODEL, QWEN, *flags, "--device", "910b", "--json"))
+    held = {item["name"]: item["bytes"] for item in found["items"]}
+    assert held["inputs of the layers"] == 8 * 2048 * 3584 * (28 * 2 + 4 + 2)
+
+
 def test_the_table_for_a_person(plan):
     flags = "--device", "h200", "--config.training.gradient_checkpointing", "false"
     lines = plan(RECIPE, MODEL, QWEN, *flags).splitlines()

@@ -143,6 +143,15 @@ def test_a_packed_micro_batch_computes_a_prompt_once():
     assert micro_batch(replace(JOB, max_tokens=10_000)).tokens == 2 * 27  # all that an update has
 
 
+def test_rows_that_stay_where_they_were_dealt_to_share_few_prompts():
+    """4 of the 8 rows of a rollout, in a random order: both of its prompts may be among them."""
+    job = replace(JOB, rows_stand=True)
+    assert micro_batch(job) == Micro(tokens=2 * 7 + 4 * 5, scored=16, keys=2 * 7 + 4 * 12)
+    assert micro_batch(replace(job, max_tokens=5)) == micro_batch(replace(job, max_tokens=10_000)) == micro_batch(job)
+    assert micro_batch(replace(job, steps_per_generation=8, accumulation=8)).tokens == 4 * 12  # 8 prompts, one each
+    assert micro_batch(replace(job, group=8)).tokens == 27
+
+
 def test_logits_are_a_tile_and_not_the_vocabulary():
     """No [N, V]: 4096 x 32,768 of them at most, with seven float32 copies and a mask where there is no Triton."""
     job = replace(JOB, packed=False, completion=2000 - JOB.prompt)  # 8000 rows of hidden states
