@@ -113,7 +113,7 @@ def test_what_verl_sets_in_silence_is_written_out(name):
     written = recipe_content(f"recipes/{name}.yaml", GRPO)[0]["training"]
     expected = {"num_iterations": 1, "epsilon": 0.2, "max_grad_norm": 1.0, "temperature": 1.0, "max_steps": -1}
     if not name.startswith(("dapo", "retool")):
-        expected |= {"loss_type": "bnpo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
+        expected |= {"loss_type": "dapo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
         expected |= {"use_bias_correction_kl": False, "beta": 0.01 if name.startswith("geo3k") else 0.001}
     if name.startswith("ppo"):
         del expected["use_bias_correction_kl"]

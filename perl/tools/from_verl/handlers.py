@@ -151,7 +151,7 @@ def kl_type(value: Any, verl: Verl) -> Outcome:
 
 
 AGGREGATIONS = {
-    "token-mean": "bnpo",  # of each micro-batch, as in verl up to 0.5
+    "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
     "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm": "dr_grpo",

@@ -109,13 +109,12 @@ def _placeholders(result: Translation) -> Iterator[str]:
 
 
 def _is_dapo(recipe: Mapping[str, tuple[Any, str]]) -> bool:
-    """Whether a run is DAPO, so that its name says so. How the loss adds up tokens differs between verl's versions."""
+    """Whether a run is DAPO, so that its name says so."""
     settings = {name: value for name, (value, _) in recipe.items()}
-    alike = DAPO.settings.keys() - {"reward.functions", "training.loss_type"}
+    alike = DAPO.settings.keys() - {"reward.functions"}
     return (
         "algorithm.name" not in settings
         and all(settings.get(name) == DAPO.settings[name] for name in alike)
-        and settings.get("training.loss_type") in ("dapo", "bnpo")
         and "overlong" in settings.get("reward.functions", ())
     )
 
@@ -209,11 +208,6 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
         chosen = verl.choices.noise_rule
         (other,) = MEANINGS.keys() - {chosen}
         notes.append(f"noise: the meaning is {MEANINGS[chosen]}; --noise_rule {other} takes {MEANINGS[other]}")
-    if recipe.get("training.loss_type", ("", ""))[0] == "bnpo":
-        notes.append(
-            "token-mean is bnpo, the mean over the tokens of each micro-batch, as in verl to 0.5; newer versions"
-            " take it over the whole update: --config.training.loss_type dapo"
-        )
     rewards = recipe.get("reward.functions", ([], ""))[0]
     if "validation.datasets" in recipe and any(".py:" in name for name in rewards):
         notes.append(
