@@ -364,6 +364,19 @@ ONE_KEY = [
 ]
 
 
+@pytest.mark.parametrize("given", [(), ("loss_agg_mode=token-mean", "clip_ratio_c=10.0")])
+@pytest.mark.parametrize(("mode", "level", "loss"), [("gspo", "sequence", "grpo"), ("sapo", "token", "sapo")])
+def test_gspo_and_sapo_have_a_mean_of_their_own_and_no_second_clip(mode, level, loss, given):
+    """verl's compute_policy_loss_gspo and _sapo: agg_loss(…, "seq-mean-token-mean"), whatever loss_agg_mode says."""
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.policy_loss.loss_mode={mode}", *(f"{actor}.{word}" for word in given)]
+    result = of(None, *GOOD, *words)
+    found = values(result)
+    assert (found["training.importance_sampling_level"], found["training.loss_type"]) == (level, loss)
+    assert "training.delta" not in found
+    assert {f"{actor}.{word.partition('=')[0]}" for word in given} <= result.no_effect.keys()
+
+
 def test_cispo_clips_where_verls_does(tmp_path):
     """verl's compute_policy_loss_cispo: clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high), mean over all tokens."""
     actor = "actor_rollout_ref.actor"

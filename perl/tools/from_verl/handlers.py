@@ -174,8 +174,9 @@ def is_cispo(verl: Verl) -> bool:
     return verl[f"{ACTOR}.policy_loss.loss_mode"] in ("cispo", "gpg")
 
 
-def not_cispo(verl: Verl) -> bool:
-    return not is_cispo(verl)
+def aggregated(verl: Verl) -> bool:
+    """Whether loss_agg_mode has an effect."""
+    return verl[f"{ACTOR}.policy_loss.loss_mode"] not in ("gspo", "sapo")
 
 
 def clip_ratio(value: Any, verl: Verl) -> Outcome:
