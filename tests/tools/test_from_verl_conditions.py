@@ -196,6 +196,7 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("( [ -f x ] && exit 1; true ) || Y=2", "Y"),
         ("case 7 in [[:digit:]]) Y=a ;; *) Y=b ;; esac", "Y"),
         ('M=a/b; Y=${M//"/"/_}', "Y"),
+        ('A=(a b); IFS=,; Y="${A[*]}"', "Y"),
         ("M=a/b; a=b; Y=${M/$a/Q}", "Y"),
         ("M=a/b; a=b; Y=${M/b/$a}", "Y"),
         ("M=a/b; s=/b; Y=${M%$s}", "Y"),

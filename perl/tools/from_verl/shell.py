@@ -46,6 +46,8 @@ PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[
 """KEY=<path>, which a shell would take for redirections."""
 LIST = re.compile(rb"(?<==\[)\$([A-Za-z_]\w*)")
 """KEY=[$NAME, of which the grammar makes two words."""
+ALL_IN_ONE = re.compile(r"\$\{?(\w+\[)?\*")
+"""$*, ${*…} and ${NAME[*]…}, which are one word where they are quoted."""
 WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
 MOST_BYTES = 1 << 18
@@ -1093,7 +1095,10 @@ def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[s
     """$NAME, ${NAME…}."""
     value = _value(script, node, _text(node).strip()[1:]) if node.type == "simple_expansion" else _braced(script, node)
     script.spend(sum(len(word) + 1 for word in _as_list(value)))
-    if isinstance(value, list):
+    if isinstance(value, list) and quoted and ALL_IN_ONE.match(_text(node).strip()):
+        why = f"the script sets IFS, which stands between the words of {_text(node).strip()}"
+        yield [script.unknown(node, why) if "IFS" in script.variables else " ".join(value)], ""
+    elif isinstance(value, list):
         yield value if quoted else [word for item in value for word in item.split()], "array"
     elif quoted:
         yield [value], ""
