@@ -28,11 +28,17 @@ def check_values(values: Namespace) -> None:
             f" --config.training.ddp_timeout {training.ddp_timeout} s; write less, or raise ddp_timeout"
         )
     low, high = training.cispo_min_ratio, training.epsilon_high
+    given = f"null (epsilon {training.epsilon:g})" if high is None else f"{high:g}"
     high = training.epsilon if high is None else high
+    if training.loss_type == "cispo" and high < 1.0:
+        raise UserError(
+            f"--config.training.epsilon_high {given}: with loss_type cispo it is the highest ratio itself, and below 1"
+            " nearly all tokens weigh the same; write a number from 1, such as 5, or --config.algorithm.name cispo"
+        )
     if training.loss_type == "cispo" and low is not None and low > high:
         raise UserError(
             f"--config.training.cispo_min_ratio {low:g} is above the highest ratio, --config.training.epsilon_high"
-            f" {high:g}; cispo's is a ratio, such as 5"
+            f" {high:g}"
         )
     adaptive = noise.schedule == "target_kl"
     if noise.enabled and not adaptive and noise.sigma_end > noise.sigma_start:

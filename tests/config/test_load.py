@@ -623,6 +623,8 @@ ALGORITHM = "--config.algorithm.name"
             [ALGORITHM, "ppo", "--config.algorithm.dynamic_sampling", "true"],
             "dynamic_sampling true: one completion of a prompt is always equal to itself",
         ),
+        (["--config.training.loss_type", "cispo"], r"epsilon_high null \(epsilon 0.2\): with loss_type cispo"),
+        ([ALGORITHM, "cispo", "--config.training.epsilon_high", "0.28"], "epsilon_high 0.28: with loss_type cispo"),
         (
             [ALGORITHM, "ppo", "--config.critic.warmup_steps", "3", "--config.training.max_steps", "3"],
             "warmup_steps 3: the training ends after step 3, before the policy would learn",
@@ -638,6 +640,11 @@ def test_mistakes_with_an_algorithm_are_one_line(flags, told):
     with pytest.raises(UserError, match=told) as error:
         parse(flags)
     assert "\n" not in str(error.value)
+
+
+def test_cispos_ratio_may_be_held_at_1():
+    flags = ["--config.training.loss_type", "cispo", "--config.training.epsilon_high", "1.0"]  # verl's gpg
+    assert parse([*flags, "--config.training.cispo_min_ratio", "1.0"]).warnings == []
 
 
 def test_no_completion_of_a_prompt_is_a_mistake_also_where_one_would_do():
