@@ -87,6 +87,11 @@ def check_values(values: Namespace) -> None:
             "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
             " trains, perl/eval.py scores checkpoints"
         )
+    if training.load_best_model_at_end:
+        raise UserError(
+            "--config.training.load_best_model_at_end true: is of TRL's own evaluation; write"
+            " --config.validation.save_best true"
+        )
     check_workers(values)
     check_quantization(values)
     check_dynamic_sampling(values)

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from perl.base.errors import UserError
 from perl.config.load import Parsed, Program, parse_for, resolve_aliases
 from perl.config.schema import SFTGroups
-from perl.config.unused_flags import OF_ANY_TRAINING, Rule, never, only_with
+from perl.config.unused_flags import OF_ANY_TRAINING, Rule, only_with, unread
 
 if TYPE_CHECKING:
     from perl.config.training import SFTTrainingConfig
@@ -25,7 +25,7 @@ RULES = (
         "dataset.eval_dataset names no rows",
     ),
     only_with("training.packing_strategy", "training.packing", True),
-    Rule(("training.dataset_text_field",), never, "rows of plain text are not read"),
+    unread("dataset_text_field", "rows of plain text are not read"),
 )
 
 
@@ -54,6 +54,11 @@ def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[
         raise UserError(
             f"--config.dataset.eval_dataset {values.dataset.eval_dataset}: is never looked at; write"
             " --config.training.eval_strategy epoch, or steps with --config.training.eval_steps N"
+        )
+    if training.auto_find_batch_size:
+        raise UserError(
+            "--config.training.auto_find_batch_size true: where memory runs out, training would begin again from step 0"
+            " with weights that are trained; leave it out, and lower --config.training.per_device_train_batch_size"
         )
     if training.packing and training.max_length is None:
         raise UserError("--config.training.packing true: packs rows up to max_length tokens; give it a number")

@@ -31,7 +31,7 @@ def only_with(fields: str, name: str, *values: str | bool, keep: tuple[str, ...]
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses of TRL with PPO's clip of the ratio at 1 - epsilon and 1 + epsilon_high."""
-IS_BOUNDS = ("training.vllm_importance_sampling_clip_min", "training.vllm_importance_sampling_clip_max")
+IS_BOUNDS = tuple(f"training.vllm_importance_sampling_{name}" for name in ("clip_min", "clip_max", "cap"))
 
 
 PYTHON = {"python", "code_interpreter"}
@@ -57,6 +57,11 @@ def never(v: Namespace) -> bool:
     return False
 
 
+def unread(fields: str, because: str, keep: tuple[str, ...] = ()) -> Rule:
+    """Fields of `training`, their prefixes between spaces, that nothing reads."""
+    return Rule(tuple(f"training.{field}" for field in fields.split()), never, because, keep)
+
+
 OF_ANY_TRAINING: tuple[Rule, ...] = (
     Rule(("peft.adapter_mode",), lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
     only_with("peft.lora_plus_lr_ratio", "peft.type", "lora_plus"),
@@ -69,7 +74,7 @@ OF_ANY_TRAINING: tuple[Rule, ...] = (
         ("training.num_train_epochs",), lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"
     ),
     Rule(("training.weight_decay",), lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
-    Rule(("training.trust_remote_code",), never, "models and tokenizers are loaded by transformers' own code"),
+    unread("trust_remote_code", "models and tokenizers are loaded by transformers' own code"),
 )
 """Of perl.train and perl.sft."""
 
@@ -165,6 +170,11 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.loss_type in (*CLIPPED, "cispo"),
         f"it clips the losses {', '.join(CLIPPED)} and cispo",
     ),
+    Rule(
+        ("training.importance_sampling_level",),
+        lambda v: v.training.loss_type != "vespo" or (v.training.beta != 0.0 and v.training.use_bias_correction_kl),
+        "loss_type vespo weighs by the ratio of a whole completion",
+    ),
     Rule(("training.cispo_",), lambda v: v.training.loss_type == "cispo", "loss_type is not cispo"),
     Rule(("training.sapo_temperature",), lambda v: v.training.loss_type == "sapo", "loss_type is not sapo"),
     Rule(("training.vespo_",), lambda v: v.training.loss_type == "vespo", "loss_type is not vespo"),
@@ -186,12 +196,24 @@ RULES: tuple[Rule, ...] = (
         "validation.datasets is empty",
         keep=("validation.datasets",),
     ),
-    Rule(
-        ("training.eval_", "training.per_device_eval_batch_size", "training.num_generations_eval"),
-        never,
+    unread(
+        "batch_eval_metrics bf16_full_eval do_ eval_ fp16_full_eval greater_is_better include_for_metrics"
+        " metric_for_best_model num_generations_eval per_device_eval_batch_size prediction_loss_only",
         "it is of TRL's own evaluation; validation.datasets and perl/eval.py score",
         keep=("training.eval_strategy",),
     ),
+    unread(
+        "data_seed dataloader_ length_column_name remove_unused_columns train_sampling_strategy",
+        "perl reads the prompts itself, in the order of common.seed and training.shuffle_dataset",
+    ),
+    unread("average_tokens_across_devices label_", "it is of losses of labels, and a completion has none"),
+    unread("liger_kernel_config", "Liger's kernels are not used"),
+    unread("local_rank", "accelerate numbers the processes"),
+    unread("log_multimodal", "images are not logged"),
+    unread("max_tool_calling_iterations", "environment.max_turns bounds the turns of a completion"),
+    unread("pad_to_multiple_of", "micro-batches are packed, or padded to their longest row"),
+    unread("ref_model_", "the reference is the model that the run begins with, and never changes"),
+    only_with("training.log_unique_prompts training.num_completions_to_print", "training.log_completions", True),
 )
 
 

@@ -190,6 +190,12 @@ def check_training(training: TrainingConfig) -> None:
             "--config.training.use_liger_kernel true: Liger's kernels read memory that is not theirs in a rollout"
             " (liger-kernel 0.8.5 on an H200); leave it out"
         )
+    if training.neftune_noise_alpha is not None:
+        raise UserError(
+            f"--config.training.neftune_noise_alpha {training.neftune_noise_alpha:g}: noise on the embeddings of the"
+            " updates alone, so that the ratio is another policy's from the first one on; leave it out, or write"
+            " --config.noise_injection.enabled true, with which completions are drawn"
+        )
     if training.sync_ref_model:
         raise UserError(
             "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"

@@ -1,8 +1,14 @@
 """What a command line and a recipe become, and what each mistake says."""
 
+import ast
+import dataclasses
 import re
+from pathlib import Path
 
 import pytest
+import transformers
+import trl.trainer.grpo_config
+import trl.trainer.grpo_trainer
 import yaml
 
 from perl.adapters.applied import check_method
@@ -10,7 +16,9 @@ from perl.base.errors import UserError
 from perl.config.derived import correction_of, scored_quantizations
 from perl.config.load import NOT_TAKEN, parse
 from perl.config.schema import GROUPS
-from perl.config.unused_flags import RULES
+from perl.config.training import TrainingConfig
+from perl.config.unused_flags import RULES, Rule, never
+from perl.training.preflight import check_training
 
 
 def message(*argv):
@@ -528,6 +536,112 @@ def test_every_rule_is_about_a_field_that_exists():
     for rule in RULES:
         for prefix in rule.prefixes:
             assert any(name.startswith(prefix) for name in fields), prefix
+
+
+READ_BY_OTHERS = {
+    "processes, devices and dtypes: TrainingArguments, Trainer.create_accelerator_and_postprocess": """
+        accelerator_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
+        ddp_static_graph deepspeed fsdp fsdp_config full_determinism parallelism_config tf32 torch_compile_backend
+        torch_compile_mode use_cache""",
+    "optimizer and schedule: Trainer.create_optimizer, create_scheduler": """
+        adam_beta1 adam_beta2 adam_epsilon learning_rate lr_scheduler_kwargs lr_scheduler_type optim_args
+        optim_target_modules warmup_steps""",
+    "the loop: Trainer.train, _run_epoch, training_step": """
+        debug ignore_data_skip logging_nan_inf_filter restore_callback_states_from_checkpoint skip_memory_metrics
+        torch_empty_cache_steps""",
+    "the log: Trainer.log, DefaultFlowCallback, the trackers' callbacks": """
+        include_num_input_tokens_seen log_level log_level_replica log_on_each_node logging_first_step logging_steps
+        logging_strategy trackio_bucket_id trackio_space_id trackio_static_space_id""",
+    "checkpoints: Trainer._save_checkpoint, _push_from_checkpoint": """
+        enable_jit_checkpoint hub_always_push hub_strategy save_on_each_node save_only_model save_steps""",
+    "GRPOTrainer.__init__, whose copies its log, engine generate and perl read; GRPOConfig.__post_init__": """
+        cache_implementation disable_dropout log_completions log_completions_hub_repo log_unique_prompts
+        num_completions_to_print router_aux_loss_coef shuffle_dataset temperature vllm_importance_sampling_cap""",
+}
+"""Fields of `training` that nothing of perl reads from it, by the code of transformers and TRL that does in a run."""
+READ_BY_NAME = {
+    "perl.config.load": "max_prompt_length vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    "perl.training.collect": "min_p repetition_penalty temperature top_k top_p",
+}
+"""Fields that perl reads by strings of their names."""
+REFUSED = {
+    "auto_find_batch_size": "true",
+    "eval_strategy": "steps",
+    "load_best_model_at_end": "true",
+    "neftune_noise_alpha": "5",
+    "sync_ref_model": "true",
+    "use_liger_kernel": "true",
+    "vllm_mode": "server",
+}
+NO_READERS = (
+    "tools",
+    "finetuning",
+    "config/checks.py",
+    "config/sft.py",
+    "config/unused_flags.py",
+    "training/preflight.py",
+)
+"""Of perl/: what only checks, plans, or fine-tunes."""
+
+
+def read_in_perl() -> set[str]:
+    """Attributes that a run of perl.train reads of something called args or training."""
+    found = set()
+    for file in Path("perl").rglob("*.py"):
+        if str(file.relative_to("perl")).startswith(NO_READERS):
+            continue
+        names = {"args", "training", *(["self"] if file == Path("perl/config/training.py") else [])}
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                of = getattr(node.value, "attr", getattr(node.value, "id", None))
+                found |= {node.attr} if of in names else set()
+    return found
+
+
+def test_every_field_of_training_is_read_or_told_of():
+    sources = [Path(module.__file__) for module in (trl.trainer.grpo_trainer, trl.trainer.grpo_config)]
+    library = Path(transformers.__file__).parent
+    sources += [*library.glob("train*.py"), library / "integrations" / "integration_utils.py"]
+    text = "\n".join(file.read_text() for file in sources)
+    fields = {field.name for field in dataclasses.fields(TrainingConfig)} - set(NOT_TAKEN)
+    others = {name for names in READ_BY_OTHERS.values() for name in names.split()} & fields
+    assert {name for name in others if not re.search(rf"\b(args|self)\.{name}\b", text)} == set()
+    by_name = {name for names in READ_BY_NAME.values() for name in names.split()}
+    told = {name for name in fields for rule in RULES if rule.active is never and without_effect(rule, name)}
+    assert told.isdisjoint(others | by_name)
+    assert fields - read_in_perl() - others - by_name - told - REFUSED.keys() == set()
+
+
+def without_effect(rule: Rule, name: str) -> bool:
+    """Whether a rule is about the field `name` of training."""
+    return f"training.{name}".startswith(rule.prefixes) and f"training.{name}" not in rule.keep
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED.items())
+def test_fields_that_a_run_cannot_follow_are_refused(name, value):
+    with pytest.raises(UserError, match=name):
+        check_training(parse([f"--config.training.{name}", value]).build().training)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("data_seed 7", "data_seed has no effect: perl reads the prompts itself, in the order of common.seed"),
+        ("max_tool_calling_iterations 3", "has no effect: environment.max_turns bounds the turns"),
+        ("metric_for_best_model loss", "has no effect: it is of TRL's own evaluation"),
+        ("importance_sampling_level sequence loss_type vespo", "has no effect: loss_type vespo weighs by the ratio of"),
+        ("num_completions_to_print 3", "has no effect: training.log_completions is false"),
+        ("vllm_importance_sampling_cap 2", "has no effect: rollout.importance_correction is none"),
+    ],
+)
+def test_fields_of_trl_that_perl_does_otherwise_are_warned_of(flags, said):
+    (line,) = parse([word if i % 2 else f"--config.training.{word}" for i, word in enumerate(flags.split())]).warnings
+    assert said in line
+
+
+def test_vespos_kl_may_be_weighed_by_the_ratio_of_a_level():
+    kl = ["--config.training.beta", "0.1", "--config.training.loss_type", "vespo"]
+    assert parse([*kl, "--config.training.importance_sampling_level", "sequence"]).warnings == []
 
 
 def test_a_recipes_unused_fields_are_not_warned_of(tmp_path):

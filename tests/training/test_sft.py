@@ -366,6 +366,7 @@ def test_a_mistake_in_the_rows_is_one_line(tmp_path, model, rows, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"training__auto_find_batch_size": "true"}, "training would begin again from step 0 with weights that are"),
         ({"training__eval_strategy": "epoch"}, "there are no rows to evaluate on; name --config.dataset.eval_dataset"),
         ({"dataset__eval_dataset": "gsm8k"}, "is never looked at; write --config.training.eval_strategy epoch"),
         ({"training__packing": "true", "training__max_length": "null"}, "give it a number"),
