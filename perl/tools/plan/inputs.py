@@ -32,6 +32,8 @@ from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_
 MODEL_FLAG = "--config.model.model_name_or_path"
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Of a layer of Llama's family; with others in it the formulas would count wrong."""
+FLOAT_ADAMWS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused", "adamw_torch_xla")
+"""Optimizers with two states of the parameters' dtype, on their device."""
 OF_OTHER_SHAPE = ("dora", "vera", "miss", "ia3", "ln_tuning", "hra", "oft")
 """Methods whose layers compute something else than B A x."""
 
@@ -243,7 +245,7 @@ def rough(config: Config | SFTRunConfig, quantised: Mapping[str, Any]) -> Iterat
         if peft.adapter is not None and peft.adapter_mode == "continue" and compared:
             yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
     optimizer = str(getattr(training.optim, "value", training.optim))
-    if "adamw" not in optimizer:
+    if optimizer not in FLOAT_ADAMWS:
         yield f"optimizer {optimizer} is counted as AdamW"
     if peft.type in OF_OTHER_SHAPE:
         yield f"{peft.type} is counted as lora of its size: what its layers compute in between differs"

@@ -142,6 +142,16 @@ def test_what_is_not_counted_is_told(plan, tmp_path):
     assert any(note.startswith("the frozen copy of peft.adapter") for note in found["notes"])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "exact"),
+    [("adamw_torch", True), ("paged_adamw_8bit", False), ("adamw_torch_4bit", False), ("adafactor", False)],
+)
+def test_an_optimizer_with_other_states_than_adamws_is_told(plan, optimizer, exact):
+    flags = "--device", "h200", "--config.training.optim", optimizer, "--json"
+    told = f"optimizer {optimizer} is counted as AdamW" in json.loads(plan(RECIPE, MODEL, QWEN, *flags))["notes"]
+    assert told is not exact
+
+
 NF4 = "--config.model.quantization", "nf4"
 LINEAR, OUTPUTS = 28 * 233_046_016, 28 * 49_664
 """Of Qwen2.5-7B, without the head: q, k, v and o, gate, up and down in 28 layers."""
