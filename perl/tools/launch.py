@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perl.base.errors import UserError, report_errors
 
@@ -97,8 +97,9 @@ def requested_processes(devices: device.Devices, workers: int = 0) -> int:
     return int(text)
 
 
-def accelerate_config(kind: str, processes: int) -> str:
-    """ACCELERATE_CONFIG if set, else single.yaml for one process, else what is usual on the device."""
+def accelerate_file(kind: str, processes: int) -> tuple[Path, dict[str, Any]]:
+    """ACCELERATE_CONFIG if set, else single.yaml for one process, else what is usual on the device; and its content. A
+    line on stderr where it is taken from elsewhere than the working directory."""
     chosen = os.environ.get("ACCELERATE_CONFIG")
     default = "single.yaml" if processes == 1 else CONFIGS[kind]
     path, lines = CONFIG_FOLDER / default, []
@@ -113,6 +114,12 @@ def accelerate_config(kind: str, processes: int) -> str:
         raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
     if not isinstance(content, dict):
         raise UserError(f"ACCELERATE_CONFIG={chosen}: holds no settings; take one of {CONFIG_FOLDER}")
+    return path, content
+
+
+def accelerate_config(kind: str, processes: int) -> str:
+    """The file that accelerate is started with; a UserError where what it needs is not installed."""
+    path, content = accelerate_file(kind, processes)
     if content.get("distributed_type") == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         without = f"{kind}_ddp.yaml" if kind != "cpu" else "cpu.yaml"
         raise UserError(

@@ -22,12 +22,12 @@ from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import read_command
 from perl.tools.from_verl.translate import Translation, translate
+from perl.tools.launch import CONFIGS
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "scripts/trl/openr1/dapo_lora_npu.sh"
 REDIRECTING = ("HF_ENDPOINT", "HF_HOME")
 """Variables that decide to whom the user's token is sent, and whose stored code is run."""
-SEVERAL_NODES = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 HEADER = "# Made by python -m perl from-verl"
 GROUPS = ("common", "model", "dataset", "algorithm", "critic", "peft", "rollout", "noise_injection", "reward",
           "environment", "validation", "logging", "training")  # fmt: skip
@@ -166,7 +166,7 @@ def launch_command(result: Translation, recipe: Path) -> str:
     processes = variables.pop("NUM_PROCESSES", "1")
     before = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     if result.nodes > 1:
-        config = f"scripts/accelerate/{SEVERAL_NODES.get(result.device, 'npu_4.yaml')}"
+        config = f"scripts/accelerate/{CONFIGS.get(result.device, CONFIGS['npu'])}"
         words = ["accelerate", "launch", "--config_file", config, "--deepspeed_multinode_launcher", "standard"]
         words += ["--num_machines", str(result.nodes), "--num_processes", processes]
         words += ["--machine_rank", "RANK", "--main_process_ip", "ADDRESS", "--main_process_port", "29500"]

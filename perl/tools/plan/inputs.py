@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_stored
@@ -17,7 +15,6 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
 from perl.config.derived import drawn_at_once, rows_stand
-from perl.config.files import look_for
 from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
@@ -26,7 +23,7 @@ from perl.engines.quantised_base import check_drawn
 from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.models.nf4 import FIELDS
 from perl.models.quantised_base import bits_of, described, fields_of
-from perl.tools.launch import CONFIG_FOLDER, CONFIGS
+from perl.tools.launch import CONFIGS, accelerate_file
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_weights, worker_items
 
 MODEL_FLAG = "--config.model.model_name_or_path"
@@ -283,21 +280,14 @@ def _vllms(shape: Shape, job: Job, device: Device) -> str:
 def parallel_of(device: Device, count: int) -> Parallel:
     """How the launch script would share the work: ACCELERATE_CONFIG, else its own choice for the device."""
     chosen = os.environ.get("ACCELERATE_CONFIG")
-    path = (
-        Path(look_for(chosen, "ACCELERATE_CONFIG")[0])
-        if chosen
-        else CONFIG_FOLDER / ("single.yaml" if count == 1 else CONFIGS[device.kind])
-    )
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        stage = (content.get("deepspeed_config") or {}).get("zero_stage", 0)
-    except (OSError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
+    path, content = accelerate_file(device.kind, count)
     if count == 1 and not chosen:
         return "single"
     if chosen and (kind := path.stem.partition("_")[0]) != device.kind and kind in CONFIGS:
         raise UserError(
             f"ACCELERATE_CONFIG={chosen}: is for {kind}, this plan for {device.name}; name its --device, or unset it"
         )
+    deepspeed = content.get("deepspeed_config")
+    stage = deepspeed.get("zero_stage", 0) if isinstance(deepspeed, dict) else 0
     names: dict[str, Any] = {"DEEPSPEED": f"zero{stage}", "FSDP": "fsdp2"}
-    return names.get(content.get("distributed_type"), "ddp")
+    return names.get(str(content.get("distributed_type")), "ddp")

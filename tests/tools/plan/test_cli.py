@@ -292,6 +292,18 @@ def test_the_accelerate_file_of_another_kind_of_device_is_one_line(plan, monkeyp
     assert str(error.value).startswith(f"ACCELERATE_CONFIG={file}: is for npu, this plan for cpu")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"\xff\xfe", "not a readable YAML file"), (b"a: [", "not a readable YAML file"), (b"", "holds no settings")],
+)
+def test_an_accelerate_file_that_says_nothing_is_one_line(plan, monkeypatch, tmp_path, content, said):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "mine.yaml"))
+    with pytest.raises(UserError) as error:
+        plan(RECIPE, MODEL, QWEN, "--device", "910b", "--count", "2")
+    assert str(error.value).startswith(f"ACCELERATE_CONFIG={tmp_path / 'mine.yaml'}: {said}; take one of ")
+
+
 TORN = '{"model_type": "qwen2", "hidden_size": 35'
 IMAGES = json.dumps({"model_type": "qwen2_vl"})
 OTHER = json.dumps({"model_type": "gpt2", "n_layer": 2})
