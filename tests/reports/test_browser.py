@@ -359,3 +359,23 @@ def test_a_narrow_screen_and_the_dark(mixed, visit, chrome):
     finally:
         chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_sweep_over_two_trainings_has_a_line_for_each(tmp_path, visit):
+    """Their checkpoints have the same steps."""
+    sweep = whole_sweep("base", step=0)
+    write_results(tmp_path / "base" / "gsm8k", [record(f"{i}-0") for i in range(10)], step=0, adapter=None)
+    for run, step, right in (("a", 10, 3), ("a", 20, 4), ("b", 10, 6), ("b", 20, 7)):
+        name = f"{run}-checkpoint-{step}"
+        sweep["candidates"] += whole_sweep(name, step=step)["candidates"]
+        wrong = {"score": 0.0, "reason": "wrong", "extracted": "1"}
+        rows = [record(f"{i}-0", **({} if i < right else wrong)) for i in range(10)]
+        write_results(tmp_path / name / "gsm8k", rows, step=step, adapter=f"runs/{run}/checkpoint-{step}")
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    page = visit(write_report(tmp_path))
+    titles = page.run("return [...document.querySelectorAll('.chart circle title')].map((t) => t.textContent)")
+    assert [title.split(" (")[0] for title in titles] == [
+        "a, step 10: 30.0 %", "a, step 20: 40.0 %", "b, step 10: 60.0 %", "b, step 20: 70.0 %",
+    ]  # fmt: skip
+    legend = page.run("return [...document.querySelectorAll('.legend span, .legend li')].map((e) => e.textContent)")
+    assert [text.strip() for text in legend if text.strip() in ("a", "b")] == ["a", "b"]
