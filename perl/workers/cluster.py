@@ -12,10 +12,11 @@ import json
 import logging
 import os
 import queue
+import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,11 +231,13 @@ def _join(address: str, flags: Flags) -> str:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     named, flag = _named(address, flags)
     if named == "auto" and (why := _none_here()):
-        ray.init(address="local", include_dashboard=False, **options)
+        with _own_sigterm():
+            ray.init(address="local", include_dashboard=False, **options)
         logger.info("Ray: %s, so a cluster was started for this run", why)
         return "of this machine"
     try:
-        ray.init(address=named, **options)
+        with _own_sigterm():
+            ray.init(address=named, **options)
     except (OSError, ValueError) as error:  # ConnectionError among them
         raise _no_answer(named, flag, error) from error
     except (RayError, RuntimeError) as error:  # a token, or another version of Ray or Python
@@ -242,6 +245,17 @@ def _join(address: str, flags: Flags) -> str:
     where = f"at {ray.get_runtime_context().gcs_address}"
     logger.info("Ray: joined the cluster %s", where)
     return where
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """SIGTERM does afterwards what it did before: ray.init has it end the process at once, without a checkpoint."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other one may set it
+            signal.signal(signal.SIGTERM, before)
 
 
 def _named(address: str, flags: Flags) -> tuple[str, str]:

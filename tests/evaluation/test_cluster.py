@@ -301,6 +301,27 @@ def test_a_cluster_that_was_killed_is_not_joined(monkeypatch, caplog):
         assert f"nothing answers at 127.0.0.1:1, which {left} names" in caplog.text
 
 
+@pytest.mark.ray
+def test_sigterm_stays_what_it_was_where_a_cluster_is_begun_or_joined(monkeypatch):
+    """ray.init had it end the process at once: a training saved no checkpoint, an evaluation had no last line."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    handler = lambda *_: None  # noqa: E731
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets lie below it
+            monkeypatch.setenv("RAY_TMPDIR", folder)
+            monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+            signal.signal(signal.SIGTERM, handler)
+            make_executor("ray", 1).close()
+            assert signal.getsignal(signal.SIGTERM) is handler
+            with ray_cluster({"num_cpus": 1}) as nodes:
+                signal.signal(signal.SIGTERM, handler)
+                make_executor("ray", 1, ray_address=nodes.address).close()
+                assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--executor ray: ray is not installed; pip install \"ray"):
