@@ -54,7 +54,7 @@ class WorkerActor:
         self._batches = 0
         self._lost: str | None = None
         self._stuck: int | None = None
-        missing = [path for path in spec.job.paths(spec.weights) if not Path(path).exists()]
+        missing = [path for path in spec.paths if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
             why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"

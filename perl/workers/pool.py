@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import logging
 import math
+import pickle
 import queue
 import time
 from collections import deque
@@ -283,7 +284,8 @@ class WorkerPool:
         spec = WorkerSpec(
             index=worker.index,
             device=self._executor.devices.kind,
-            job=self._job,
+            job=pickle.dumps(self._job),
+            paths=self._job.paths(weights),
             weights=weights,
             environment=self._executor.environment(worker.index) | {"TOKENIZERS_PARALLELISM": "false"},
             log=worker.log,

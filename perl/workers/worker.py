@@ -1,6 +1,7 @@
 """A worker: one process with its own devices and its own engine, fed through a pipe (perl.workers.executors)
 
-torch and vLLM are imported after the worker's environment is set, so that they see its devices only.
+torch and vLLM are imported after the worker's environment is set, so that they see its devices only: the job, which
+may need them to be unpickled, comes as bytes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -119,7 +121,10 @@ class WorkerSpec:
     index: int
     device: Kind
     """What it is to compute on."""
-    job: Job
+    job: bytes
+    """A Job, pickled."""
+    paths: Sequence[str] = ()
+    """`Job.paths` of `weights`."""
     weights: Any
     """What its engine starts with."""
     environment: dict[str, str]
@@ -206,7 +211,8 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         require_device(spec.device, device.detect().kind)
         if spec.cores is not None:
             device.pin_cpu(*spec.cores)
-        for event in spec.job.serve(spec.weights, inbox):
+        job: Job = pickle.loads(spec.job)
+        for event in job.serve(spec.weights, inbox):
             inbox.send(event)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         inbox.send(Failed(hide(said_by(error))))

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import pickle
 import queue
 import re
 import signal
@@ -132,7 +133,8 @@ def test_a_node_without_the_model_says_so(tmp_path):
     spec = WorkerSpec(
         index=0,
         device="cpu",
-        job=EngineJob("hf", {}),
+        job=pickle.dumps(EngineJob("hf", {})),
+        paths=[str(tmp_path / "nowhere")],
         weights=WeightsSpec(str(tmp_path / "nowhere"), "auto"),
         environment={},
         log=tmp_path / "log",
@@ -213,7 +215,7 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path, hangs):
     events: queue.SimpleQueue = queue.SimpleQueue()
     with ray_cluster({"num_cpus": 1}) as cluster:
         executor = make_executor("ray", 1, ray_address=cluster.address)
-        job: Any = Parent()
+        job = pickle.dumps(Parent())
         spec = WorkerSpec(index=0, device="cpu", job=job, weights=0, environment={}, log=tmp_path / "log")
         link: Any = executor.start(spec, events.put)
         worker, program = events.get(timeout=120).id
@@ -245,7 +247,7 @@ def test_a_process_that_does_not_end_keeps_its_slot(tmp_path, monkeypatch):
     events: queue.SimpleQueue = queue.SimpleQueue()
     with ray_cluster({"num_cpus": 1}) as nodes:
         executor = make_executor("ray", 1, ray_address=nodes.address)
-        job: Any = Lengths()
+        job = pickle.dumps(Lengths())
         spec = WorkerSpec(index=0, device="cpu", job=job, weights=0, environment={}, log=tmp_path / "log")
         link = executor.start(spec, events.put)
         assert isinstance(events.get(timeout=120), Ready)
@@ -263,7 +265,7 @@ def test_a_large_batch_is_not_overtaken_on_its_way_to_another_node(tmp_path):
     events: queue.SimpleQueue = queue.SimpleQueue()
     with ray_cluster({"num_cpus": 0}, {"num_cpus": 1}) as cluster:
         executor = make_executor("ray", 1, ray_address=cluster.address)
-        job: Any = Lengths()
+        job = pickle.dumps(Lengths())
         spec = WorkerSpec(index=0, device="cpu", job=job, weights=0, environment={}, log=tmp_path / "log")
         link = executor.start(spec, events.put)
         assert isinstance(events.get(timeout=120), Ready)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -74,9 +75,33 @@ class Starting(Job):
             yield Result((code,), Completion.failed("none"), 1)
 
 
-def started(job, tmp_path: Path) -> tuple[ProcessLink, queue.SimpleQueue]:
+class Unpickled(Job):
+    """A job whose unpickling reads a variable, as that of one which holds torch decides what devices it sees."""
+
+    def __init__(self, seen=None):
+        self.seen = seen
+
+    def __reduce__(self):
+        return unpickled, ()
+
+    def serve(self, weights, inbox):
+        yield Result((str(self.seen),), Completion.failed("none"), 1)
+
+
+def unpickled():
+    return Unpickled(os.environ.get("PERL_TEST_DEVICE"))
+
+
+class NotUnpickled(Job):
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def started(job, tmp_path: Path, **environment: str) -> tuple[ProcessLink, queue.SimpleQueue]:
     events: queue.SimpleQueue = queue.SimpleQueue()
-    spec = WorkerSpec(index=0, device="cpu", job=job, weights=None, environment={}, log=tmp_path / "log")
+    spec = WorkerSpec(
+        index=0, device="cpu", job=pickle.dumps(job), weights=None, environment=environment, log=tmp_path / "log"
+    )
     return ProcessLink(spec, events.put), events
 
 
@@ -88,6 +113,25 @@ def test_a_worker_whose_answer_cannot_be_read_counts_as_dead(tmp_path: Path):
         assert events.get(timeout=60) is None
     finally:
         link.kill()
+
+
+def test_a_job_is_unpickled_in_the_environment_of_its_worker(tmp_path: Path):
+    """torch was imported before: all workers saw the trainer's devices."""
+    link, events = started(Unpickled(), tmp_path, PERL_TEST_DEVICE="3")
+    try:
+        assert events.get(timeout=120).id == ("3",)
+    finally:
+        link.kill()
+
+
+def test_a_job_that_cannot_be_unpickled_says_so_in_its_log(tmp_path: Path):
+    link, events = started(NotUnpickled(), tmp_path)
+    try:
+        said = list(iter(lambda: events.get(timeout=120), None))
+    finally:
+        link.kill()
+    assert said[0] == Failed("ValueError: invalid literal for int() with base 10: 'no number'")
+    assert "ValueError: invalid literal for int()" in (tmp_path / "log").read_text()
 
 
 def test_a_worker_that_cannot_read_what_it_is_sent_ends(tmp_path: Path):
@@ -119,7 +163,9 @@ def test_the_death_of_a_worker_is_heard_of_though_its_children_live(tmp_path: Pa
 def test_a_worker_that_reads_nothing_holds_nobody_up(tmp_path: Path):
     """More than a pipe holds is sent to a process that was stopped."""
     events = []
-    spec = WorkerSpec(index=0, device="cpu", job=Reader(), weights=None, environment={}, log=tmp_path / "log")
+    spec = WorkerSpec(
+        index=0, device="cpu", job=pickle.dumps(Reader()), weights=None, environment={}, log=tmp_path / "log"
+    )
     link = ProcessLink(spec, events.append)
     deadline = time.monotonic() + 120
     while not events and time.monotonic() < deadline:
