@@ -66,9 +66,11 @@ def check_place(run_dir: Path) -> None:
 
 def check_folder(run_dir: Path, resuming: bool) -> None:
     """Raise a UserError for a folder as for `check_place`, and for one that already holds another run, whose metrics
-    would be mixed with this one's."""
+    and checkpoints would be mixed with this one's."""
+    from perl.runs.checkpoints import checkpoints_in  # with transformers, which the launcher does not import
+
     check_place(run_dir)
-    if not resuming and (run_dir / METRICS).exists():
+    if not resuming and ((run_dir / METRICS).exists() or checkpoints_in(run_dir)):
         raise UserError(
             f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
             " or go on with --config.training.resume_from_checkpoint auto"

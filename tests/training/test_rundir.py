@@ -53,6 +53,14 @@ def test_a_second_training_in_a_folder_is_one_line_that_names_the_first(tmp_path
         check_folder(tmp_path, resuming=False)
 
 
+def test_a_folder_with_checkpoints_and_no_metrics_holds_a_run(tmp_path):
+    """A run that is stopped before its first log; the next one rotated its own checkpoints away, of lower steps."""
+    (tmp_path / "checkpoint-7").mkdir()
+    with pytest.raises(UserError, match="already holds a run; give another folder"):
+        check_folder(tmp_path, resuming=False)
+    check_folder(tmp_path, resuming=True)
+
+
 STARTS = """import os, sys
 from pathlib import Path
 from perl.base.errors import report_errors
