@@ -243,7 +243,7 @@ class WorkerPool:
             pass  # `heard` is all of it
         elif isinstance(event, Restart):
             logger.warning("worker %d starts a new engine: %s", worker.index, event.reason)
-            self._pending.extendleft(reversed(list(worker.held.values())))
+            self._go_back(list(worker.held.values()))
             reason = worker.kill()
             if worker.stuck:
                 self._give_up(worker, reason)
@@ -317,11 +317,7 @@ class WorkerPool:
             if not worker.held:
                 requests = self._retries.take(worker.index, only=living == 1)
                 worker.retrying = bool(requests)
-                if self._newest:
-                    before = {self._weights[request.id] for request in requests}
-                    self._weights |= dict.fromkeys((request.id for request in requests), self._latest)
-                    for weights in before:
-                        self._drop_payload(weights)
+                self._renew(requests)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
                 most = int(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
@@ -342,6 +338,20 @@ class WorkerPool:
             taken += self._retries.without_failed([self._pending.popleft()])
         return taken
 
+    def _go_back(self, requests: Sequence[Request]) -> None:
+        """To the front of the queue, as though nobody had had them."""
+        self._pending.extendleft(reversed(requests))
+        self._renew(requests)
+
+    def _renew(self, requests: Sequence[Request]) -> None:
+        """With `newest`, the weights of the last `submit` complete what is to be handed out again."""
+        if not self._newest:
+            return
+        before = {self._weights[request.id] for request in requests}
+        self._weights |= dict.fromkeys((request.id for request in requests), self._latest)
+        for weights in before:
+            self._drop_payload(weights)
+
     def _on_exit(self, worker: Worker, silent: bool = False) -> None:
         """Clear up after a dead worker, have its requests tried again, and start it again, if that makes sense."""
         index, held, was_ready = worker.index, list(worker.held.values()), worker.max_num_seqs is not None
@@ -349,7 +359,7 @@ class WorkerPool:
         wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
         raised = alike(worker.failure.message) if held and worker.failure is not None and not silent else None
-        innocent = self._all_needed and worker.failure is None
+        from_outside = worker.failure is None
         reason = self._reason = worker.kill()
         if broken:  # once it ran, its device is at fault
             raise WorkerError(f"the engine of worker {index} did not start: {reason}")
@@ -357,7 +367,10 @@ class WorkerPool:
             if raised == self._raised:
                 raise WorkerError(f"an error came back before anything else was completed: {reason}")
             self._raised = raised
-        self._retries.bisect(index, held, reason, innocent)
+        if self._all_needed and from_outside:  # in the retries each would have an engine for itself
+            self._go_back(held)
+        else:
+            self._retries.bisect(index, held, reason)
         worker.deaths_without_progress += 1
         worker.failed_starts += not was_ready
         given_up = (

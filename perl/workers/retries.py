@@ -29,12 +29,10 @@ class Retries:
         self._failures: Counter[RequestId] = Counter()
         """Requests that have failed, by prompt."""
 
-    def bisect(self, worker: int, requests: Sequence[Request], reason: str, innocent: bool = False) -> None:
-        """`worker` died for this reason, holding `requests`, which are `innocent` where that came from outside."""
+    def bisect(self, worker: int, requests: Sequence[Request], reason: str) -> None:
+        """`worker` died for this reason, holding `requests`."""
         if len(requests) > 1:
             self._groups.extend(halves(requests))
-        elif requests and innocent:
-            self._groups.append(list(requests))
         elif requests and requests[0].id not in self._killed:
             self._killed[requests[0].id] = worker
             self._groups.append(list(requests))

@@ -102,6 +102,30 @@ def test_what_nobody_has_begun_takes_the_weights_that_are_submitted_last(tmp_pat
         pool.unfinished.clear()
 
 
+@pytest.mark.parametrize("newest", [True, False])
+def test_what_a_worker_held_that_was_killed_from_outside_is_drawn_together_again(tmp_path, newest):
+    """One piece had an engine for itself, and then the others were drawn with nothing to follow them."""
+    executor = Links()
+    with WorkerPool(executor, Job(), tmp_path, newest=newest, all_needed=True) as pool:
+        pool.submit(version(0), pieces(0, count=8), b"zero")
+        pool.poll(0.0)
+        executor.links[0].deliver(Ready(4, 0.0))
+        pool.poll(0.0)
+        pool.poll(0.0)
+        held = [piece.id for piece in executor.links[0].batches[0].requests]
+        pool.submit(version(1), [], b"one")
+        executor.links[0].deliver(None)
+        pool.poll(0.0)
+        executor.links[1].deliver(Ready(4, 0.0))
+        pool.poll(0.0)
+        pool.poll(0.0)
+        (again,) = executor.links[1].batches
+        assert [piece.id for piece in again.requests] == held == [(0, place) for place in range(len(held))]
+        assert len(held) == (4 if newest else 5)
+        assert again.weights == version(int(newest))
+        pool.unfinished.clear()
+
+
 def test_a_worker_that_says_that_it_is_at_work_is_waited_for(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
