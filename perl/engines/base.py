@@ -88,8 +88,12 @@ class PolicyEngine(Engine, Protocol):
         come here, where weights that are split are gathered."""
         ...
 
-    def state(self, weights: Weights) -> dict[str, Any]:
-        """What `publish_again` needs in another process: tensors and plain values."""
+    def state(self, version: int, own: bool) -> dict[str, Any]:
+        """What `publish_again` needs in another process for the weights of `version`: tensors and plain values.
+
+        Args:
+            own: the trained model has these weights, and that process has them by then.
+        """
         ...
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
@@ -131,7 +135,7 @@ class InProcess:
     def published(self, weights: Weights) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def state(self, weights: Weights) -> dict[str, Any]:
+    def state(self, version: int, own: bool) -> dict[str, Any]:
         return {}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:

@@ -190,6 +190,7 @@ def sent_digest(policy: Any, noise: NoiseInjector | None, weights: Weights, dtyp
         nn.Module(), [_with_weight(whole(weight).to("cpu", dtype, copy=True)) for _, weight in noise.held()]
     )
     with copies.applied(weights.sigma, (weights.version, weights.draw)):
+        noise.realized_sigma = copies.realized_sigma  # in the engine's dtype
         return _digest(found, copies)
 
 

@@ -122,7 +122,8 @@ class AdapterTrainer:
         saved = process_state.load(checkpoint, *place, self._window_settings(), self.args.device)
         if saved.rollout is not None:
             self._restore_rollout(saved.rollout)
-        self.add_callback(GoOn(lambda: self._restore_run_state(saved.run)))
+        run = saved.run  # and not the policies that batches drawn ahead have: the callback stays to the run's end
+        self.add_callback(GoOn(lambda: self._restore_run_state(run)))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """transformers looks after a step whether it was the last one: a resumed run that has made all its steps would

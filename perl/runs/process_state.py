@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from perl.base.errors import UserError
 from perl.runs.checkpoints import FLAG
@@ -45,7 +46,7 @@ class RolloutState:
     """PromptStream.state, the same of every process."""
     ahead: list[dict[str, Any]] = field(default_factory=list)
     """Of each batch that workers draw ahead: its first position, the weights that draw it, and what they are made of,
-    the same of every process."""
+    unless they are the checkpoint's own; the same of every process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,9 @@ def save(checkpoint: Path, rank: int, processes: int, state: ProcessState) -> No
 def load(
     checkpoint: Path, rank: int, processes: int, settings: Mapping[str, int], device: torch.device | str = "cpu"
 ) -> ProcessState:
-    """The state of this process, its tensors on `device`. Of another number of processes `run` is what is in OF_ALL.
-    Where the next micro-batch begins a window its `step` is 0, so that it does whatever the settings are now.
+    """The state of this process, its tensors on `device`, but for the policies of `ahead`, which stay in memory. Of
+    another number of processes `run` is what is in OF_ALL. Where the next micro-batch begins a window its `step` is 0,
+    so that it does whatever the settings are now.
 
     Args:
         settings: how a window is cut into updates now.
@@ -84,10 +86,10 @@ def load(
     if file is None:
         raise UserError(f"{FLAG} {checkpoint}: it has no {of_rank.name}; name a checkpoint that perl has written")
     try:
-        state = torch.load(file, map_location=device, weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise UserError(f"{file}: {NOT_DATA}") from error
-    run, rollout = state["run"], state["rollout"]
+    run, rollout = send_to_device(state["run"], device), state["rollout"]
     if rollout is not None and "equal_share" not in (rollout.get("stream") or {}):
         raise UserError(f"{FLAG} {checkpoint}: a version before 0.13 has written it; finish the run with that version")
     if state["processes"] != processes:
@@ -97,6 +99,7 @@ def load(
     elif rollout is not None:
         window = rollout["settings"]
         _require_same_window(checkpoint, window, settings, state["processes"], processes, file == of_rank)
+        rollout["buffered_inputs"] = send_to_device(rollout["buffered_inputs"], device)
     return ProcessState(run=run, rollout=None if rollout is None else RolloutState(**rollout))
 
 

@@ -143,8 +143,9 @@ class Collector:
 
     def state_ahead(self) -> list[dict[str, Any]]:
         """What a checkpoint holds of the batches that are drawn ahead: tensors and plain values."""
-        policies = {weights: self.engine.state(weights) for weights in {batch.weights for batch in self.ahead}}
-        return [{"first": b.first, "weights": asdict(b.weights), **policies[b.weights]} for b in self.ahead]
+        versions, made = {batch.weights.version for batch in self.ahead}, self.state().global_step
+        policies = {version: self.engine.state(version, own=version == made) for version in versions}
+        return [{"first": b.first, "weights": asdict(b.weights), **policies[b.weights.version]} for b in self.ahead]
 
     def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
         """Have the engine draw what `ahead` was of, by the same policies. Every process must come here."""

@@ -57,10 +57,11 @@ Payload = tuple[bytes, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A policy that was sent, for as long as a batch refers to it."""
+    """A policy that is sent."""
 
     version: Version
-    payload: Payload
+    payload: Payload | None
+    """None on a rank that reads it for nothing."""
 
 
 class PoolEngine:
@@ -101,8 +102,12 @@ class PoolEngine:
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
         self._most, self.newest = ahead + 1, newest
-        self.sent: dict[Weights, Sent] = {}
+        self.sent: dict[Weights, Version] = {}
         """The policies that a batch may refer to, the last one last."""
+        self._payloads: dict[int, Payload | None] = {}
+        """What they are made of, by optimizer steps: noise is drawn on the same weights again and again."""
+        self._realized: dict[str, float] = {}
+        """What the noise has changed in the policy that was sent last."""
         self._held, self._incomparable = held or HeldByTorch(), incomparable
         self._calls = 0
         self._open_pool = open_pool
@@ -166,7 +171,7 @@ class PoolEngine:
             if not isinstance(drawn, Drawn):
                 raise drawn
             if self.newest and drawn.version.weights in self.sent:  # another one is refused as any that was not asked
-                version = self.sent[drawn.version.weights].version
+                version = self.sent[drawn.version.weights]
             require_sent(drawn, version)
             for place, completion in enumerate(drawn.completions, first):
                 if place in own:
@@ -191,18 +196,24 @@ class PoolEngine:
         metrics = {"pool/trainer_waited": waited / elapsed}
         if self._background is not None:
             metrics |= self._background.take_metrics(elapsed)
-        return self.local.take_metrics() | metrics
+        return self.local.take_metrics() | self._realized | metrics
 
     # The policy
 
     def _send(self) -> Sent:
-        """The policy as it is now, if it was not sent before. Every process must come here."""
-        weights, noise = self.local.weights, self.local.noise
+        """The policy as it is now; what it is made of is packed once, however often noise is drawn on it. Every process
+        must come here."""
+        weights = self.local.weights
         if weights not in self.sent:
             with self._changing():
-                payload = pack(delivered(self.local.model)), [] if noise is None else list(noise.rms)
-                self._keep(weights, payload)
-        return self.sent[weights]
+                packed = weights.version in self._payloads
+                self._keep(weights, self._payloads[weights.version] if packed else self._packed())
+        return Sent(self.sent[weights], self._payloads[weights.version])
+
+    def _packed(self) -> Payload:
+        """Inside of `_changing`. Every process must come here."""
+        noise = self.local.noise
+        return pack(delivered(self.local.model)), [] if noise is None else list(noise.rms)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -213,22 +224,28 @@ class PoolEngine:
         with self.gathered(list({id(each): each for each in tensors if isinstance(each, torch.nn.Parameter)}.values())):
             yield
 
-    def _keep(self, weights: Weights, payload: Payload) -> None:
+    def _keep(self, weights: Weights, payload: Payload | None) -> None:
         """Inside of `_changing`. The trained model has the weights that `payload` was made of."""
         noise = self.local.noise
-        if noise is not None:
-            noise.rms[:] = payload[1]
         held = self._held(self.local.model, noise, weights)
-        self.sent[weights] = Sent(Version(self.run, weights, held), payload)
+        if noise is not None:
+            self._realized = {"aqn/sigma_realized": noise.realized_sigma}
+        self.sent[weights] = Version(self.run, weights, held)
         while len(self.sent) > self._most:
             self.sent.pop(next(iter(self.sent)))
+        # The other ranks read it where the trainer computes what an older policy has drawn (`published`).
+        self._payloads[weights.version] = payload if self.processes.rank == 0 or self._most > 1 else None
+        referred = {each.version for each in self.sent}
+        self._payloads = {version: each for version, each in self._payloads.items() if version in referred}
 
     @contextlib.contextmanager
     def published(self, weights: Weights) -> Iterator[None]:
         if weights.version == self.local.weights.version:
             yield
             return
-        with self._holding(self.sent[weights].payload):
+        payload = self._payloads[weights.version]
+        assert payload is not None
+        with self._holding(payload):
             yield
 
     @contextlib.contextmanager
@@ -245,21 +262,22 @@ class PoolEngine:
                     for name, tensor in held.items():
                         local(tensor).copy_(kept[name])
 
-    def state(self, weights: Weights) -> dict[str, Any]:
+    def state(self, version: int, own: bool) -> dict[str, Any]:
         if self.newest or self.processes.rank:  # the main process's checkpoint has it for all
             return {}
-        payload, rms = self.sent[weights].payload
-        policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        held = self._payloads[version]
+        assert held is not None
+        payload, rms = held
+        policy = None if own else torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return {"policy": policy, "rms": rms, "piece_size": self._size}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
-        answer = [{name: value.cpu() if name == "policy" else value for name, value in state.items()}]
+        answer = [state]
         if self.processes.count > 1:
             broadcast_object_list(answer)
         (state,) = answer
         if self.newest or "policy" not in state:
             return False
-        payload = state["policy"].numpy().tobytes(), state["rms"]
         self.local.weights = weights
         self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
         if state["piece_size"] != self._size:
@@ -268,8 +286,16 @@ class PoolEngine:
                 " --config.rollout.piece_size %d",
                 state["piece_size"], self._size, state["piece_size"],
             )  # fmt: skip
-        if weights not in self.sent:
-            with self._changing(), self._holding(payload):
+        if weights in self.sent:
+            return True
+        if self.local.noise is not None:
+            self.local.noise.rms[:] = state["rms"]
+        with self._changing():
+            payload = self._payloads.get(weights.version)
+            if payload is None:
+                policy = state["policy"]
+                payload = self._packed() if policy is None else (policy.numpy().tobytes(), state["rms"])
+            with self._holding(payload):
                 self._keep(weights, payload)
         return True
 

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perl.records import Completion
 from perl.workers.executors import Executor, Link
@@ -66,6 +66,15 @@ Finished = tuple[RequestId, Any]
 """A request, and its completion as its job makes them: a Completion with an error where it kills its workers."""
 
 
+class Payload(NamedTuple):
+    """What weights are made of."""
+
+    number: int
+    payload: Any
+    shared: Any
+    """As the executor shares it."""
+
+
 @dataclass(eq=False)
 class Worker:
     """The parent's side of one worker."""
@@ -74,8 +83,8 @@ class Worker:
     log: Path
     weights: Any = None
     """What it was started with last."""
-    given: Any = None
-    """The weights whose payload it was sent last."""
+    given: int | None = None
+    """Number of the payload that it was sent last."""
     link: Link | None = None
     """None: it is to be started, or was given up."""
     to_start: bool = True
@@ -153,8 +162,9 @@ class WorkerPool:
         self._newest, self._latest = newest, None
         """`_latest`: the weights of the last `submit`."""
         self._weights: dict[RequestId, Any] = {}
-        self._payloads: dict[Any, Any] = {}
-        """Of the weights of unfinished requests, as the executor shares them."""
+        self._payloads: dict[Any, Payload] = {}
+        """Of the weights of unfinished requests."""
+        self._numbers = itertools.count()
         self._retries = Retries()
         self._error: WorkerError | None = None
         """To be raised by the next `poll`."""
@@ -180,11 +190,15 @@ class WorkerPool:
         """Add to the queue what `weights` complete. No id may come twice. Workers are started by the next `poll`.
 
         Args:
-            payload: what the weights are made of, where no folder holds them; a worker gets it when it needs it.
+            payload: what the weights are made of, where no folder holds them; a worker gets it when it needs it, and
+                has not got the same object for other weights.
         """
         self._pending.extend(requests)
         if payload is not None and weights not in self._payloads:
-            self._payloads[weights] = self._executor.shared(payload)
+            same = (each for each in self._payloads.values() if each.payload is payload)
+            self._payloads[weights] = next(same, None) or Payload(
+                next(self._numbers), payload, self._executor.shared(payload)
+            )
         self.unfinished |= {request.id: request for request in requests}
         before, self._latest = self._latest, weights
         complete = self._pending if self._newest else requests
@@ -327,9 +341,10 @@ class WorkerPool:
             worker.heard = worker.heard if worker.held else time.monotonic()
             worker.held |= {request.id: request for request in requests}
             for weights, group in itertools.groupby(requests, lambda request: self._weights[request.id]):
-                payload = None if weights == worker.given else self._payloads.get(weights)
-                worker.link.send(Batch(weights, list(group), payload))
-                worker.given = weights
+                payload = self._payloads.get(weights)
+                known = payload is None or payload.number == worker.given
+                worker.link.send(Batch(weights, list(group), None if known else payload.shared))
+                worker.given = worker.given if payload is None else payload.number
 
     def _take(self, count: int) -> list[Request]:
         """Up to `count` pending requests."""

@@ -93,6 +93,7 @@ def test_a_run_is_the_same_with_workers_and_without(model, tmp_path):
     assert same(alone, pooled)
     assert steps == [0, 1, 2, 3, 4]  # what reward functions are told
     logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
+    assert [row["aqn/sigma_realized"] / row["aqn/sigma"] for row in logged] == pytest.approx([1.0] * 5, rel=0.3)
     assert [row["pool/staleness"] for row in logged] == [0.0] * 5
     assert all(row["rollout/engine_mismatch"] < 1e-5 for row in logged)
 
@@ -157,12 +158,15 @@ class Validated(TrainerCallback):
         self.engine.publish(Weights(version=state.global_step))
 
 
-def test_workers_draw_no_batch_beyond_the_last_one(tmp_path):
+def test_workers_draw_no_batch_beyond_the_last_one_and_a_steps_batches_by_one_packed_policy(tmp_path, monkeypatch):
     """Two steps of two generation batches each, of two prompts."""
+    packs = []
+    monkeypatch.setattr("perl.training.pool.pack", lambda tensors: packs.append(1) or pack(tensors))
     model = save_tiny(tmp_path / "model", scale=4.0)
     window = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
     _, trainer, _ = train(model, tmp_path / "run", 1, 1, max_steps=2, num_generations=4, **window)
     assert trainer.step.collector.stream.next == 2 * 2 * 2
+    assert len(packs) == 2
 
 
 @pytest.mark.slow
@@ -262,6 +266,10 @@ def test_the_last_worker_ends_the_run_with_a_checkpoint_from_which_it_goes_on(mo
     with pytest.raises(PoolLost, match=lost):
         train(base, tmp_path / "run", 1, 1, kill_at=3, callbacks=[Remove(base, at=2)])
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    ahead = torch.load(checkpoint / "process_state_0.pt")["rollout"]["ahead"]
+    own = [batch["weights"]["version"] == int(checkpoint.name[-1]) for batch in ahead]
+    assert any(own)
+    assert [batch["policy"] is None for batch in ahead] == own
     resumed, _, steps = train(model, tmp_path / "run", 1, 1, checkpoint=str(checkpoint))
     assert steps == list(range(int(checkpoint.name[-1]), 5))
     assert same(whole, resumed)

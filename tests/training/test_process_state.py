@@ -1,10 +1,16 @@
 """What a checkpoint keeps of a process, and who may go on with it."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from perl.base.errors import UserError
 from perl.runs import process_state
+from perl.runs.adapter_trainer import AdapterTrainer
 from perl.runs.process_state import ProcessState, RolloutState
 
 NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
@@ -25,6 +31,32 @@ def test_what_was_saved_comes_back(tmp_path):
     assert state.rollout.step == 3
     assert state.rollout.buffered_inputs[0]["advantages"].tolist() == [1.0, -1.0]
     assert state.run == RUN
+
+
+def test_policies_of_batches_drawn_ahead_stay_in_memory_and_end_with_the_start(tmp_path):
+    """They lay on the accelerator for the whole run."""
+    ahead = [{"first": 0, "weights": {"version": 2}, "policy": torch.zeros(4)}]
+    rollout = RolloutState(step=3, buffered_inputs=[{"old": torch.ones(2)}], settings=NOW, stream=STREAM, ahead=ahead)
+    process_state.save(tmp_path, 0, 1, ProcessState(run=RUN, rollout=rollout))
+    policies, callbacks, restored = [], [], []
+
+    def restore(state):
+        assert state.buffered_inputs[0]["old"].device.type == "meta"
+        assert state.ahead[0]["policy"].device.type == "cpu"
+        policies.append(weakref.ref(state.ahead[0]["policy"]))
+
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(process_index=0, world_size=1, device="meta"),
+        add_callback=callbacks.append,
+        _window_settings=lambda: NOW,
+        _restore_rollout=restore,
+        _restore_run_state=restored.append,
+    )
+    AdapterTrainer._take_up(trainer, tmp_path)
+    gc.collect()
+    assert policies[0]() is None
+    callbacks[0].on_train_begin(None, None, None)
+    assert restored[0]["loss"].device.type == "meta"
 
 
 def test_a_checkpoint_of_trls_own_is_refused(tmp_path):

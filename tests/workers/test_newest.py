@@ -126,6 +126,21 @@ def test_what_a_worker_held_that_was_killed_from_outside_is_drawn_together_again
         pool.unfinished.clear()
 
 
+def test_a_worker_gets_once_what_several_weights_are_made_of(tmp_path):
+    """Noise is drawn on one policy for each batch of a step."""
+    executor, made = Links(), [b"zero", b"one"]
+    with WorkerPool(executor, Job(), tmp_path) as pool:
+        for call in range(4):
+            weights = Version("run", Weights(call // 3, draw=call), f"digest {call}")
+            pool.submit(weights, pieces(call, count=1), made[call // 3])
+        pool.poll(0.0)
+        executor.links[0].deliver(Ready(4, 0.0))
+        pool.poll(0.0)
+        pool.poll(0.0)
+        assert [batch.payload for batch in executor.links[0].batches] == [b"zero", None, None, b"one"]
+        pool.unfinished.clear()
+
+
 def test_a_worker_that_says_that_it_is_at_work_is_waited_for(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
