@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from perl.base.files import shared_files
+from perl.base.files import passing_folder, shared_files
 
 PROGRAM = """
 import os, sys, time
@@ -53,6 +54,37 @@ def test_what_a_killed_one_has_left_the_next_one_takes(tmp_path):
     again = start(folder, made)
     again.communicate("\n")
     assert (again.returncode, made.read_text(), folder.exists()) == (0, "made\n", False)
+
+
+STAYS = """
+import sys
+from pathlib import Path
+from perl.base.files import passing_folder
+
+with passing_folder(Path(sys.argv[1]), "adapter") as folder:
+    (folder / "weights").touch()
+    print(folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_one_and_those_of_others_stay(tmp_path):
+    """vLLM's adapters, in /dev/shm, stayed in memory where a worker was killed."""
+
+    def start():
+        command = [sys.executable, "-c", STAYS, str(tmp_path)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return process, Path(process.stdout.readline().strip()).parent
+
+    (other, stays), (killed, goes) = start(), start()
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert {stays, goes} == set(tmp_path.iterdir())
+    with passing_folder(tmp_path, "adapter") as own:
+        assert {stays, own.parent} == set(tmp_path.iterdir())
+        assert list(own.iterdir()) == []
+    other.communicate("\n")
+    assert (other.returncode, list(tmp_path.iterdir())) == (0, [])
 
 
 def test_what_was_not_made_whole_is_made_anew(tmp_path):

@@ -234,6 +234,28 @@ def _is_there(lock: IO[bytes]) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def passing_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Inside, a folder of this process alone in `parent`, which is gone afterwards. Where a process was killed in it,
+    the next one that asks for this `name` removes it. Raises OSError."""
+    prefix = f"perl-{os.getuid()}-{name}-"
+    for left in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another one is in it, or has removed it
+            if left.lstat().st_uid == os.getuid():
+                with open(left / LOCK, "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"_{prefix}", dir=parent))
+    with open_lock(folder / LOCK) as lock:
+        lock_now(lock)
+        folder = folder.rename(parent / folder.name[1:])  # once it is locked, or it would be one that is left
+        try:
+            (folder / "files").mkdir()
+            yield folder / "files"
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def holder_of(lock: IO[bytes]) -> str:
     """Who holds the flock on this file, as far as this machine's kernel knows."""
     process = process_that_holds(Path(lock.name))

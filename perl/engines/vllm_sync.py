@@ -26,6 +26,7 @@ from perl import device
 from perl.adapters.layers import adapted_layers
 from perl.adapters.none import NO_ADAPTER, has_adapter
 from perl.base.errors import UserError
+from perl.base.files import passing_folder
 from perl.device.sharding import Gather, resharded, whole, whole_of
 from perl.engines.vllm import cannot_serve, max_lora_rank
 
@@ -95,10 +96,10 @@ class VLLMSync:
 
         previous, self._number = self.adapter, self._number + 1
         name = f"perl-{self._number}{of}"
-        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            save(Path(folder))
+        with passing_folder(MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir()), "adapter") as folder:
+            save(folder)
             # The name is part of the prefix cache's keys: what another adapter computed is never found.
-            request = LoRARequest(name, self._number, folder)
+            request = LoRARequest(name, self._number, str(folder))
             try:
                 if previous is not None:
                     llm.llm_engine.remove_lora(previous.lora_int_id)
