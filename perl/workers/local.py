@@ -10,9 +10,11 @@ import queue
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import process, resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any
 
 from perl import device
@@ -25,11 +27,19 @@ FROM_OUTSIDE = (None, 0, -signal.SIGKILL)
 """Exit codes of what was ended, or was let go; None: of what is not over."""
 NO_MORE = object()
 """Ends the sender, and is never sent."""
-EXIT_S = 1.0
-"""A process that has closed its pipe has an exit code by then."""
-
 KILL_S = 30.0
-"""A process that SIGKILL has not ended by then waits in the kernel, for its device or a file system."""
+"""A process that has closed its pipe, or that SIGKILL has not ended by then, waits in the kernel, for its device or a
+file system."""
+ENDS: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""This process's ends of the pipes: a worker ends with this process, not with the last child that it has forked."""
+
+
+def _close_ends() -> None:
+    for end in list(ENDS):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_ends)
 
 
 @contextlib.contextmanager
@@ -49,6 +59,7 @@ class ProcessLink:
     def __init__(self, spec: WorkerSpec, deliver: Deliver):
         context = multiprocessing.get_context("spawn")
         self._connection, far_end = context.Pipe()
+        ENDS.update((self._connection, far_end))
         self._process = context.Process(target=run_worker, args=(spec, far_end), name=f"worker-{spec.index}")
         with held_back(*FOR_THE_PARENT):
             self._process.start()
@@ -106,7 +117,7 @@ class ProcessLink:
             while True:
                 self._deliver(self._connection.recv())
         except (EOFError, OSError):
-            self._process.join(EXIT_S)  # a process closes its pipes before it has an exit code
+            self._process.join(KILL_S)  # a process closes its pipes before it has an exit code
             if self._process.exitcode not in FROM_OUTSIDE:
                 self._deliver(Failed(self.exit_reason()))
         except Exception as error:  # noqa: BLE001  # whatever it is, what comes next is of no use

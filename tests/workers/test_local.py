@@ -5,6 +5,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -62,6 +63,17 @@ class Forking(Job):
             os._exit(0)
         yield Result((child,), Completion.failed("none"), 1)
         inbox.next_weights(wait=True)
+
+
+class Lingering(Job):
+    """A job whose process has closed its pipe for a while before it ends by itself, as with a large device."""
+
+    def serve(self, weights, inbox):
+        yield Ready(1, 0.0)
+        with socket.socket(fileno=os.dup(inbox._connection.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_WR)
+        time.sleep(3.0)
+        os._exit(7)
 
 
 class Starting(Job):
@@ -158,6 +170,36 @@ def test_the_death_of_a_worker_is_heard_of_though_its_children_live(tmp_path: Pa
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(child)
+
+
+def test_a_worker_that_takes_its_time_to_end_has_ended_by_itself(tmp_path: Path):
+    """It counted as killed from outside."""
+    link, events = started(Lingering(), tmp_path)
+    try:
+        assert isinstance(events.get(timeout=120), Ready)
+        assert events.get(timeout=60) == Failed("exit code 7")
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+
+
+def test_a_child_of_the_parent_does_not_hold_on_to_its_workers(tmp_path: Path):
+    """As a reward function may fork some: they kept the workers of a killed training alive."""
+    link, events = started(Reader(), tmp_path)
+    try:
+        assert isinstance(events.get(timeout=120), Ready)
+        if (child := os.fork()) == 0:
+            try:
+                os.fstat(link._connection.fileno())
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        link.send(None)
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+    assert link.exit_reason() == "exit code 0"
 
 
 def test_a_worker_that_reads_nothing_holds_nobody_up(tmp_path: Path):
