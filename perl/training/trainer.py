@@ -133,9 +133,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         """The micro-batches of the generation batch that is trained on."""
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
         ends = EndOfStream(self) if config.algorithm.dynamic_sampling else None
+        self.random_numbers = RandomNumbers()
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
         # which step is the last is known to the validation.
-        for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation):
+        for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation, self.random_numbers):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -191,10 +192,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                     " --config.training.resume_from_checkpoint auto goes on from the last one that there is"
                 ) from None
             if not (Path(self.args.output_dir or ".") / folder).is_dir():
+                torch.set_rng_state(self.random_numbers.at_step_end)
                 self._save_checkpoint(self.model, None)
             raise PoolLost(
                 f"{error}; {folder} is saved, --config.training.resume_from_checkpoint auto goes on"
             ) from None
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        self.random_numbers.keep()
 
     def window_done(self) -> bool:
         """Whether the next micro-batch begins a generation batch."""
@@ -595,6 +601,20 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if checkpoint is not None and self.step.critic is not None and not self.is_deepspeed_enabled:
             self.step.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
+
+
+class RandomNumbers(TrainerCallback):
+    """The state of torch's generator after the last step, from which a checkpoint goes on: in a new epoch the data
+    loader draws from it before the next step begins, and does so again in a resumed run."""
+
+    def __init__(self) -> None:
+        self.keep()
+
+    def keep(self) -> None:
+        self.at_step_end = torch.get_rng_state()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.keep()
 
 
 class EndOfStream(TrainerCallback):

@@ -275,6 +275,19 @@ def test_the_last_worker_ends_the_run_with_a_checkpoint_from_which_it_goes_on(mo
     assert same(whole, resumed)
 
 
+@pytest.mark.slow
+def test_a_run_whose_workers_are_lost_at_an_epochs_first_step_goes_on_with_the_same_random_numbers(tmp_path):
+    """Three steps are an epoch; the data loader drew once more."""
+    model, base = (save_tiny(tmp_path / name, scale=4.0) for name in ("model", "gone"))
+    whole, trainer, _ = train(model, tmp_path / "whole", 1, 0, prompts=SUMS[:6])
+    assert trainer.state.epoch == pytest.approx(5 / 3)
+    with pytest.raises(PoolLost, match="checkpoint-3 is saved"):
+        train(base, tmp_path / "run", 1, 0, kill_at=3, callbacks=[Remove(base, at=2)], prompts=SUMS[:6])
+    last = str(tmp_path / "run/checkpoint-3")
+    resumed, _, _ = train(model, tmp_path / "run", 1, 0, checkpoint=last, prompts=SUMS[:6])
+    assert same(whole, resumed)
+
+
 def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
     why = r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"
     with pytest.raises(PoolLost, match=why) as lost:
