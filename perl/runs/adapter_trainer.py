@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl.distributed import DistributedBackend
@@ -210,12 +212,20 @@ class AdapterTrainer:
             self.state.save_to_json(str(made / TRAINER_STATE))
 
     def put_in_place(self, made: Path, folder: Path, contents: dict[str, int] | None = None) -> None:
-        """perl.runs.checkpoints.put_in_place, when every process has written its files into `made`; on each node, as
-        it may have a disk of its own. Every process must come here."""
-        for moves in (self.args.process_index == 0, self.args.local_process_index == 0):
-            self.accelerator.wait_for_everyone()
-            if moves:
-                put_in_place(made, folder, contents)
+        """perl.runs.checkpoints.put_in_place, when every process has written its files into `made`; on each node that
+        has a disk of its own. Every process must come here."""
+        main, names = self.args.process_index == 0, [uuid.uuid4().hex]
+        if self.args.world_size > 1:
+            broadcast_object_list(names)
+        token = made / f"_{names[0]}"  # a name that no node's cache of a shared disk knows of, as it may of `made`
+        if main and made.is_dir():
+            token.touch()
+        self.accelerator.wait_for_everyone()
+        moves = main or (self.args.local_process_index == 0 and not token.exists())
+        self.accelerator.wait_for_everyone()
+        if moves:
+            token.unlink(missing_ok=True)
+            put_in_place(made, folder, contents)
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

@@ -1,6 +1,10 @@
 """Which checkpoint a run goes on from: torn ones, other processes, and what it leaves behind."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +142,46 @@ def test_a_checkpoint_takes_the_place_of_another_attempts(tmp_path):
 
 def training(processes, rows):
     return SimpleNamespace(world_size=processes, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
+
+
+NODE = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from accelerate import Accelerator
+from perl.runs.adapter_trainer import AdapterTrainer
+
+accelerator, made, folder = Accelerator(cpu=True), Path(sys.argv[1]), Path(sys.argv[2])
+rank = accelerator.process_index
+made.mkdir(parents=True, exist_ok=True)
+(made / f"state_{rank}.pt").touch()
+if rank:  # its cache of a shared disk still has what was moved
+    is_dir = Path.is_dir
+    Path.is_dir = lambda self, **flags: self == made or is_dir(self, **flags)
+args = SimpleNamespace(process_index=rank, local_process_index=0, world_size=2)
+AdapterTrainer.put_in_place(SimpleNamespace(args=args, accelerator=accelerator), made, folder, {})
+"""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_of_several_nodes_one_puts_a_checkpoint_in_place_on_a_shared_disk_and_each_on_its_own(tmp_path, shared):
+    """The second took what the first had put there away again."""
+    disks = [tmp_path / ("shared" if shared else str(rank)) for rank in range(2)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NODE, str(disk / SAVING / "checkpoint-3"), str(disk / "checkpoint-3")],
+            env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"},
+        )
+        for rank, disk in enumerate(disks)
+    ]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    files = [sorted(file.name for file in (disk / "checkpoint-3").iterdir()) for disk in disks]
+    both = [CONTENTS, "state_0.pt", "state_1.pt"]
+    assert files == ([both, both] if shared else [[CONTENTS, "state_0.pt"], [CONTENTS, "state_1.pt"]])
+    assert not any((disk / SAVING).exists() for disk in disks)
 
 
 def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
