@@ -89,7 +89,8 @@ def load(
         state = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise UserError(f"{file}: {NOT_DATA}") from error
-    run, rollout = send_to_device(state["run"], device), state["rollout"]
+    run: Any = send_to_device(state["run"], device)
+    rollout = state["rollout"]
     if rollout is not None and "equal_share" not in (rollout.get("stream") or {}):
         raise UserError(f"{FLAG} {checkpoint}: a version before 0.13 has written it; finish the run with that version")
     if state["processes"] != processes:

@@ -342,9 +342,11 @@ class WorkerPool:
             worker.held |= {request.id: request for request in requests}
             for weights, group in itertools.groupby(requests, lambda request: self._weights[request.id]):
                 payload = self._payloads.get(weights)
-                known = payload is None or payload.number == worker.given
-                worker.link.send(Batch(weights, list(group), None if known else payload.shared))
-                worker.given = worker.given if payload is None else payload.number
+                if payload is not None and payload.number != worker.given:
+                    worker.link.send(Batch(weights, list(group), payload.shared))
+                    worker.given = payload.number
+                else:
+                    worker.link.send(Batch(weights, list(group)))
 
     def _take(self, count: int) -> list[Request]:
         """Up to `count` pending requests."""

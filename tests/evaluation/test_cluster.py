@@ -160,7 +160,12 @@ def test_a_worker_that_misses_what_it_is_sent_ends_before_it_takes_more(tmp_path
         executor = make_executor("ray", 1, ray_address=cluster.address)
         weights = WeightsSpec(str(save_tiny(tmp_path / "model")), "float32")
         spec = WorkerSpec(
-            index=0, device="cpu", job=EngineJob("hf", {}), weights=weights, environment={}, log=tmp_path / "log"
+            index=0,
+            device="cpu",
+            job=pickle.dumps(EngineJob("hf", {})),
+            weights=weights,
+            environment={},
+            log=tmp_path / "log",
         )
         link = executor.start(spec, events.put)
         if missed == "a batch":
