@@ -36,6 +36,8 @@ from perl.environments.sandbox import Limits
 
 LENGTH, EXIT_CODE = struct.Struct("!I"), struct.Struct("!i")
 """What goes over a call's socket: before the code, which is JSON; and when it has ended."""
+BEGUN = b"b"
+"""And from `run`, when it is confined, before it executes anything: code can't say so itself."""
 WATCH_S = 0.5
 FILE = "<python>"
 # fmt: off
@@ -180,24 +182,30 @@ def _end(connection: socket.socket, child: int) -> None:
 
 def run(connection: socket.socket, output: int, limits: Limits, namespaces: bool, used: int) -> NoReturn:
     """Execute the code that comes over `connection` as a notebook's cell does: the value of a last expression is
-    printed, and an error as its last line."""
+    printed, and an error as its last line. Where it can't be, the reason is printed, and BEGUN not sent."""
     status = 1
     try:
-        (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
-        code = json.loads(connection.recv(length, socket.MSG_WAITALL))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of the new root, where nothing can be changed
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(io.FileIO(descriptor, "w"), "utf-8", "backslashreplace", write_through=True)
-            for descriptor in (1, 2)
-        )
-        sys.argv, sys.path[:] = [""], ["", *sys.path]
-        random.seed(0)  # a fork has drawn a seed of its own
-        sandbox.confine(limits, namespaces, used)
-        status = _execute(code)
-        sys.stdout.flush()
+        try:
+            (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
+            code = json.loads(connection.recv(length, socket.MSG_WAITALL))
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of the new root, where nothing can be changed
+            sys.stdout, sys.stderr = (
+                io.TextIOWrapper(io.FileIO(descriptor, "w"), "utf-8", "backslashreplace", write_through=True)
+                for descriptor in (1, 2)
+            )
+            sys.argv, sys.path[:] = [""], ["", *sys.path]
+            random.seed(0)  # a fork has drawn a seed of its own
+            descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            sandbox.confine(limits, namespaces, used)
+            connection.sendall(BEGUN)
+            os.closerange(3, descriptors)
+        except BaseException as error:  # noqa: BLE001  # the policy is told, and the call has failed
+            os.write(2, f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS].encode(errors="backslashreplace"))
+        else:
+            status = _execute(code)
+            sys.stdout.flush()
     finally:
         os._exit(status)
 

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Literal
 
 from perl.base.errors import RunError, UserError
-from perl.environments.python_server import EXIT_CODE, LENGTH
+from perl.environments.python_server import BEGUN, EXIT_CODE, LENGTH
 from perl.environments.sandbox import Limits
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ MOST_AT_ONCE = 32
 """Each may take its memory."""
 UTF8 = 4
 """Bytes that a character may take."""
-LOST = "RuntimeError: the code was not run to its end"
+LOST = "the code was not run to its end"
+NOT_BEGUN = "the code was not run"
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop())
@@ -57,6 +58,7 @@ from perl.environments import python_server
 python_server.main(sys.argv[1:])
 """
 READABLE = "files can be read"
+NOTHING = "nothing is found"
 _PROBE = """
 import os, socket
 found = []
@@ -74,7 +76,7 @@ except OSError:
     pass
 if {namespaces} and os.getpid() != 1:
     found.append("processes are shared")
-print("; ".join(found))
+print("; ".join(found) or {nothing!r})
 """
 
 
@@ -125,7 +127,12 @@ class PythonTool:
 
     def __call__(self, code: str) -> str:
         """What `code` printed, with the value of a last expression as in a notebook; behind it an error's last line,
-        or why it was ended."""
+        or why it was ended.
+
+        Raises:
+            RuntimeError: it was not run, or its server was lost.
+            RunError: there is no server, and none can be had.
+        """
         return self._run(code, self.limits.timeout_s)
 
     def _run(self, code: str, timeout_s: float) -> str:
@@ -138,14 +145,20 @@ class PythonTool:
                     connection.sendall(LENGTH.pack(len(message)) + message)
                     printed, late = self._read(pipe, timeout_s)
                     connection.shutdown(socket.SHUT_WR)
-                    answer = connection.recv(EXIT_CODE.size)
-                except TimeoutError:
-                    server.kill()  # it hangs
-                    server.wait()
-                    return LOST
-                except OSError:
-                    return LOST
-            return self._text(printed, EXIT_CODE.unpack(answer)[0], late) if answer else LOST
+                    with connection.makefile("rb") as answers:
+                        begun = answers.read(len(BEGUN))
+                        ended = answers.read(EXIT_CODE.size) if begun == BEGUN else b""
+                except OSError as error:
+                    if isinstance(error, TimeoutError):
+                        server.kill()  # it hangs
+                        server.wait()
+                    raise RuntimeError(LOST) from error
+            if begun and begun != BEGUN:
+                reason = f"no process within {timeout_s:g} s" if late else printed.decode(errors="replace")
+                raise RuntimeError(f"{NOT_BEGUN}: {reason or 'its process was ended'}")
+            if not ended:
+                raise RuntimeError(LOST)
+            return self._text(printed, EXIT_CODE.unpack(ended)[0], late)
 
     def _read(self, pipe: io.FileIO, timeout_s: float) -> tuple[bytes, bool]:
         """What comes until the code has ended or has printed more than it may, and whether its time was over first."""
@@ -192,16 +205,19 @@ class PythonTool:
             if reason := self._start():
                 return reason
         namespaces = level == "namespaces"
-        probe = _PROBE.format(file=sys.executable, parent=os.getpid(), namespaces=namespaces, readable=READABLE)
-        found = self._run(probe, START_DEADLINE_S)
+        words = {"file": sys.executable, "parent": os.getpid(), "readable": READABLE, "nothing": NOTHING}
+        try:
+            found = self._run(_PROBE.format(**words, namespaces=namespaces), START_DEADLINE_S)
+        except RuntimeError as error:
+            found = str(error)
         self.isolation = ISOLATION[level]
         if not namespaces:
-            self.isolation += f", but {found}" if found else ", no files but Python's"
-        if found and (namespaces or found != READABLE):
-            with self._lock:
-                self._end()
-            return f"tried, and {found}"
-        return None
+            self.isolation += f", but {READABLE}" if found == READABLE else ", no files but Python's"
+        if found == NOTHING or (found == READABLE and not namespaces):
+            return None
+        with self._lock:
+            self._end()
+        return f"tried, and {found or 'the probe printed nothing'}"
 
     def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
         """Begin a call: the server, the socket for its code, the pipe that it prints to."""

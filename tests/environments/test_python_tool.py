@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from perl.base.errors import RunError, UserError
 from perl.environments import sandbox
-from perl.environments.python_tool import LOST, PythonTool
+from perl.environments.python_tool import LOST, NOT_BEGUN, PythonTool
 from perl.environments.sandbox import Limits
+from perl.environments.tools import ToolUse
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(timeout_s=3, memory_mb=256, scratch_mb=4, max_output=1000)
@@ -98,6 +100,13 @@ def wait_until(true, seconds=10.0):
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def text_or_error(python, code: str) -> str:
+    try:
+        return python(code)
+    except RuntimeError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +470,15 @@ def test_a_killed_process_costs_one_call(which, caplog):
     """Of the processes behind a call, in the order in which they were started: watch, serve, run."""
     with PythonTool(LIMITS) as python:
         server, answer = python._server.pid, []
-        call = threading.Thread(target=lambda: answer.append(python("print('begun')\nimport time\ntime.sleep(2)")))
+        code = "print('begun')\nimport time\ntime.sleep(2)"
+        call = threading.Thread(target=lambda: answer.append(text_or_error(python, code)))
         call.start()
         wait_until(lambda: len(processes(server)) == 3)
         os.kill(processes(server)[which], signal.SIGKILL)
         call.join()
-        (said,) = answer  # the kill may come before the print
-        assert said.removeprefix("begun\n") == ("the code was ended: Killed" if which == 2 else LOST)
+        (said,) = answer  # the kill may come before the print, or before the code
+        killed = "the code was ended: Killed", f"{NOT_BEGUN}: its process was ended"
+        assert said.removeprefix("begun\n") in (killed if which == 2 else (LOST,))
         assert python("print(1 + 1)") == "2"
         assert ("it is started again" in caplog.text) == (which < 2)
         wait_until(lambda: which == 2 or processes(server) == [])
@@ -481,7 +492,7 @@ def test_a_server_that_hangs_costs_one_call(monkeypatch, code, seconds):
         server = python._server.pid
         os.kill(processes(server)[1], signal.SIGSTOP)
         begin = time.monotonic()
-        assert python(code) == LOST
+        assert text_or_error(python, code) == LOST
         assert time.monotonic() - begin > seconds  # the times are over: it hung, and had not ended
         assert python("print(1 + 1)") == "2"
         wait_until(lambda: processes(server) == [])
@@ -519,7 +530,7 @@ def test_nothing_is_left_of_a_training_that_is_killed():
 def test_close_ends_calls():
     python = PythonTool(LIMITS)
     server, answer = python._server.pid, []
-    call = threading.Thread(target=lambda: answer.append(python("while True: pass")))
+    call = threading.Thread(target=lambda: answer.append(text_or_error(python, "while True: pass")))
     call.start()
     wait_until(lambda: len(processes(server)) == 3)
     python.close()
@@ -660,6 +671,30 @@ def test_python_may_lie_below_tmp(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     run = subprocess.run([sys.executable, "-c", use], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert (run.stderr, run.stdout) == ("", "42\nModuleNotFoundError: No module named 'other' (line 3)\n")
+
+
+def test_code_that_was_never_run_is_no_empty_result():
+    """A memory of half a megabyte is shifted before anything runs: the probe says so."""
+    limits = Limits(memory_mb=512.5)  # type: ignore[arg-type]
+    reason = r"unsupported operand type\(s\) for <<: 'float' and 'int'"
+    for required in ("limits", "namespaces"):
+        with pytest.raises(UserError, match=f"{NOT_BEGUN}: TypeError: {reason}"):
+            PythonTool(limits, required, modules=())
+
+
+def test_a_call_that_is_not_run_has_failed():
+    """Its folder in memory can't be made: the probe's could."""
+    with PythonTool(LIMITS, modules=()) as python:
+        tools = ToolUse({"python": python})
+        tools.reset({"prompt": []})
+        python.limits = replace(LIMITS, scratch_mb=-1)
+        with python._lock:
+            python._end()
+        call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
+        shown = tools.step({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert shown is not None
+    assert re.match(rf"{{'error': \"{NOT_BEGUN}: OSError: .*'mount tmpfs", shown[0]["content"])
+    assert tools.outcomes == [True]
 
 
 def test_mistakes_are_one_line():
