@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perl.base.errors import UserError
+from perl.base.errors import RankError, UserError
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
@@ -294,6 +294,8 @@ class _Talk:
             job, late = taken
             if late:
                 self._late(job.row)
+            elif isinstance(job.error, RankError):
+                raise job.error
             elif job.error is not None:
                 self._fail(job.row, explained(job.error))
             else:

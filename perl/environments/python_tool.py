@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from perl.base.errors import RunError, UserError
+from perl.base.errors import RankError, UserError
 from perl.environments.python_server import BEGUN, EXIT_CODE, LENGTH
 from perl.environments.sandbox import Limits
 
@@ -131,7 +131,7 @@ class PythonTool:
 
         Raises:
             RuntimeError: it was not run, or its server was lost.
-            RunError: there is no server, and none can be had.
+            RankError: there is no server, and none can be had.
         """
         return self._run(code, self.limits.timeout_s)
 
@@ -225,7 +225,7 @@ class PythonTool:
             if self._owner != os.getpid():  # a fork: the server is the parent's
                 self._server, self._control, self._owner = None, None, os.getpid()
             if self._closed:
-                raise RunError("the Python tool is closed")
+                raise RankError("the Python tool is closed")
             for _ in range(2):
                 if self._server is not None and self._control is not None and self._server.poll() is None:
                     ours, theirs = socket.socketpair()
@@ -243,8 +243,8 @@ class PythonTool:
                     self._end()
                     logger.warning("the Python tool's server has ended; it is started again")
                 if reason := self._start():
-                    raise RunError(f"the Python tool can't be started again: {reason}")
-            raise RunError("the Python tool's server ends as soon as it is started")
+                    raise RankError(f"the Python tool can't be started again: {reason}")
+            raise RankError("the Python tool's server ends as soon as it is started")
 
     def _start(self) -> str | None:
         """Start the server at `level`; why not, where that fails. The lock is held."""

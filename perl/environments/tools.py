@@ -19,7 +19,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from perl.base.errors import UserError, lookup
+from perl.base.errors import RankError, UserError, lookup
 from perl.base.paths import user_path
 from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
@@ -182,7 +182,7 @@ def identity_of(config: EnvironmentConfig) -> dict[str, Any] | None:
 class ToolUse:
     """An Environment of tools: a turn's calls are made one after the other, those that are async go on together; each
     result is a message of role tool, in the order of the calls; a turn without one is the answer. What a tool raises is
-    told to the model, as TRL does: {"error": …}.
+    told to the model, as TRL does: {"error": …}, but for a RankError, which ends the run.
 
     Args:
         tools: by name.
@@ -280,6 +280,8 @@ class ToolUse:
 def _result(call: Call, future: Future[Any]) -> Result:
     try:
         return _message(call, future.result()), False
+    except RankError:  # the sandbox can't be had any more
+        raise
     except RAISED as error:
         return _message(call, {"error": str(error)}), True
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from perl.base.errors import RunError, UserError
+from perl.base.errors import RankError, UserError
 from perl.environments import sandbox
 from perl.environments.python_tool import LOST, NOT_BEGUN, PythonTool
 from perl.environments.sandbox import Limits
 from perl.environments.tools import ToolUse
+from tests.environments.scripted import Scripted, byte_tokenizer, prompts, rows_of, talking, text_completion
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(timeout_s=3, memory_mb=256, scratch_mb=4, max_output=1000)
@@ -536,7 +537,7 @@ def test_close_ends_calls():
     python.close()
     call.join()
     assert (answer, processes(server)) == ([LOST], [])
-    with pytest.raises(RunError, match="closed"):
+    with pytest.raises(RankError, match="closed"):
         python("print(1)")
 
 
@@ -695,6 +696,29 @@ def test_a_call_that_is_not_run_has_failed():
     assert shown is not None
     assert re.match(rf"{{'error': \"{NOT_BEGUN}: OSError: .*'mount tmpfs", shown[0]["content"])
     assert tools.outcomes == [True]
+
+
+def test_a_sandbox_that_can_not_be_had_any_more_ends_the_run():
+    """A model that is told of it has nothing to change, and no call would be run any more."""
+    tokenizer = byte_tokenizer("qwen2_5")
+    call = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
+    engine = Scripted(lambda prompt: text_completion(tokenizer, call, "<|im_end|>"))
+    with PythonTool(LIMITS, modules=()) as sandboxed:
+
+        def python(code: str) -> str:
+            """Run Python code.
+
+            Args:
+                code: The code.
+            """
+            return sandboxed(code)
+
+        sandboxed._modules = ("gone",)
+        with sandboxed._lock:
+            sandboxed._end()
+        conversations = talking(tokenizer, python)
+        with pytest.raises(RankError, match=r"^the Python tool can't be started again: ModuleNotFoundError: .*'gone'$"):
+            list(conversations.run(rows_of(conversations, 1), engine, prompts()))
 
 
 def test_mistakes_are_one_line():
