@@ -315,6 +315,7 @@ class _Talk:
         self._call(row, reset, lambda messages: self._asked(row, messages))
 
     def _asked(self, row: Trajectory, messages: Any) -> None:
+        ids, columns = row.prompt_ids, row.row
         if messages != row.row["prompt"]:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
@@ -327,18 +328,17 @@ class _Talk:
                 for place, m in enumerate(as_written(messages))
             ]
             try:
-                row.prompt_ids = tuple(self.parts.template.prompt(messages))
+                ids = tuple(self.parts.template.prompt(messages))
             except (UserError, ValueError) as error:
                 self._fail(row, str(error))
                 return
-            row.row = {**row.row, "prompt": messages}
-        self._draw(row)
-
-    def _draw(self, row: Trajectory) -> None:
-        if (prompt := self.prompt(row)).sampling.max_new_tokens < 1:
-            self._fail(row, f"the prompt's {len(row.prompt_ids)} tokens leave no room in the model's context")
-        else:
-            self._give(row, prompt)
+            columns = {**row.row, "prompt": messages}
+        if (prompt := self.prompt(replace(row, prompt_ids=ids))).sampling.max_new_tokens < 1:
+            # The row keeps its own prompt: it stays in the batch, and is computed.
+            self._fail(row, f"the prompt's {len(ids)} tokens leave no room in the model's context")
+            return
+        row.prompt_ids, row.row = ids, columns
+        self._give(row, prompt)
 
     def _give(self, row: Trajectory, prompt: Prompt) -> None:
         self.ready.setdefault(prompt.sampling.distribution, deque()).append((row, prompt))

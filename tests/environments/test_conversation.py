@@ -632,6 +632,21 @@ def test_a_prompt_that_leaves_no_room():
     assert "leave no room in the model's context" in (row.failure or "")
 
 
+def test_what_reset_has_added_and_has_no_room_is_not_kept():
+    """The trainer computes all rows of its batch, those that have failed too."""
+
+    class Long(Guess):
+        def reset(self, **row):
+            return "x" * 5000
+
+    conversations = talking(TOKENIZER, source=guesses(Long))
+    rows = rows_of(conversations, 1, gold="7")
+    before = rows[0].prompt_ids, rows[0].row
+    list(conversations.run(rows, saying("7"), prompts(context=4096)))
+    assert rows[0].failure == f"the prompt's {len(before[0]) + 5000} tokens leave no room in the model's context"
+    assert (rows[0].prompt_ids, rows[0].row) == before
+
+
 def test_a_tool_that_raises_what_no_exception_is_ends_its_conversation_at_once():
     """asyncio's own, or Rust's panics: nobody waits for its time to be over."""
 
