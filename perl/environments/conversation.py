@@ -302,17 +302,15 @@ class _Talk:
                 job.then(job.result)
 
     def _begin(self, row: Trajectory) -> None:
+        """On an environment that is free. One that is made, too late for its row perhaps, is free for the next."""
         row.completion = []
-        pool = self.parts.instances
-        if row.environment is None and pool:
-            row.environment = pool.pop()
-
-        def reset() -> list[Message]:
-            if row.environment is None:
-                row.environment = self.parts.source.make()
-            return row.environment.reset(copy.deepcopy(row.row))  # of all samples of the prompt
-
-        self._call(row, reset, lambda messages: self._asked(row, messages))
+        free, make = self.parts.instances, self.parts.source.make
+        if not free:
+            self._call(row, lambda: free.append(make()), lambda _: self._begin(row))
+            return
+        environment = row.environment = free.pop()
+        columns = copy.deepcopy(row.row)  # of all samples of the prompt
+        self._call(row, lambda: environment.reset(columns), lambda messages: self._asked(row, messages))
 
     def _asked(self, row: Trajectory, messages: Any) -> None:
         ids, columns = row.prompt_ids, row.row

@@ -98,11 +98,11 @@ class Batch:
         return replace(self, rows=[self.rows[place] for place in places], **columns)
 
     def state(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint: of the data set's row its prompt alone, and nothing that a reward
-        function has logged, which may be anything."""
+        """Tensors and plain values, for a checkpoint: of the data set's row its prompt alone, and neither the
+        environment nor what a reward function has logged, which may be anything."""
         rows = []
         for row in self.rows:
-            kept = {each.name: getattr(row, each.name) for each in fields(row)}
+            kept = {each.name: getattr(row, each.name) for each in fields(row) if each.name != "environment"}
             rows.append(kept | {"weights": asdict(row.weights), "row": {"prompt": row.row["prompt"]}, "extras": {}})
         return {"rows": rows, "tokens": self.tokens, **self.columns()}
 

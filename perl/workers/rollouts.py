@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from perl.base.errors import UserError
@@ -141,7 +141,7 @@ class RolloutJob:
 
         for row in conversations.run(rows(), copy, self.talks.prompt, in_step=not self.newest):
             conversations.free([row])
-            yield places[id(row)], replace(row, environment=None)  # a reset that is too late gives it one still
+            yield places[id(row)], row
 
 
 class PieceFeed:

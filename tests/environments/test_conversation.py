@@ -5,6 +5,7 @@ import copy
 import enum
 import json
 import math
+import pickle
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -252,7 +253,7 @@ def test_other_rows_are_drawn_while_a_tool_is_at_work():
 
 
 def test_each_turn_and_each_answer_is_a_sign_of_life():
-    """Of two rows: a reset, a turn, its call, another turn and no call after the last."""
+    """Of two rows: an environment made, its reset, a turn, its call, another turn and no call after the last."""
     conversations = talking(TOKENIZER, add)
     signs = []
     conversations.on_turn = lambda: signs.append(1)
@@ -260,7 +261,7 @@ def test_each_turn_and_each_answer_is_a_sign_of_life():
     engine = saying(CALL, "5")
     found = list(conversations.run(rows, engine, prompts(10_000, 10**6)))
     assert [row.turns for row in found] == [2, 2]
-    assert len(signs) == 2 * 5  # the end of the last turn is the environment's affair too
+    assert len(signs) == 2 * 6  # the end of the last turn is the environment's affair too
 
 
 def test_rows_come_while_others_are_under_way():
@@ -520,6 +521,32 @@ def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
     conversations.free(rows)
     assert conversations.instances == []
     never.set()
+
+
+def test_an_environment_that_is_made_too_late_is_free_for_the_next_row():
+    """Its own is over, and may be in a checkpoint: what is made holds a lock."""
+    may = threading.Event()
+    quick = guesses()
+
+    def make() -> ToolUse:
+        may.wait(60)
+        return quick.make()
+
+    conversations = talking(TOKENIZER, source=replace(quick, make=make), tool_timeout_s=0.2)
+    rows = rows_of(conversations, 1, gold="7")
+    before = set(threading.enumerate())
+    list(conversations.run(rows, saying("7"), prompts()))
+    conversations.free(rows)
+    may.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
+    assert (rows[0].environment, len(conversations.instances)) == (None, 1)
+    conversations.config = replace(conversations.config, tool_timeout_s=60.0)
+    (again,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
+    assert (again.failure, again.environment.instance.made) == (None, 1)
+    batch = Batch.of([again], torch.device("cpu"), False, len(again.token_ids), False)
+    assert Batch.restored(pickle.loads(pickle.dumps(batch.state()))).rows[0].environment is None
 
 
 class Dialogue:

@@ -127,8 +127,6 @@ def test_a_row_leaves_its_worker_without_an_environment_that_comes_too_late():
     class Late:
         def __init__(self):
             release.wait(60)
-
-        def reset(self, **row):
             came.set()
 
     tokenizer = byte_tokenizer("qwen2_5")
