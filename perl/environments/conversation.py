@@ -370,9 +370,9 @@ class _Talk:
 
     def _late(self, row: Trajectory) -> None:
         seconds = self.jobs.seconds
-        answer = getattr(row.environment, "timed_out", None) if row.completion else None
-        shown = answer(row.completion[-1], seconds) if answer else None
+        shown = None
         if isinstance(row.environment, ToolUse):
+            shown = row.environment.timed_out(row.completion[-1], seconds) if row.completion else None
             row.environment.waiting.cancel()  # behind timed_out: its thread makes no further calls
         if shown is None:
             self._fail(row, f"no answer within {seconds:g} s (environment.tool_timeout_s)")

@@ -33,6 +33,8 @@ def _running() -> asyncio.AbstractEventLoop:
 
 def _leave_if_held(loop: asyncio.AbstractEventLoop) -> None:
     global _loop
+    if loop is not _loop:  # left already
+        return
     turned = threading.Event()
     loop.call_soon_threadsafe(turned.set)
     if not turned.wait(TURN_S):

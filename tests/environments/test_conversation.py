@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
+from perl.environments.waiting import Waiting
 from perl.grading import Grader
 from perl.records import Completion, Prompt, Sampling, Trajectory, row_seed
 from perl.rewards.functions import RewardContext, build_rewards
@@ -639,6 +640,22 @@ def test_a_text_of_the_users_own_kind_becomes_a_text(said):
     assert "Role" not in repr([row.completion, row.row["prompt"]])
 
 
+def test_timed_out_of_an_environment_is_its_own_affair():
+    """It was called, and what it raised ended the run."""
+    never = threading.Event()
+
+    class Held(Dialogue):
+        timed_out = True
+
+        def step(self, message):
+            never.wait(60)
+
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Held, role="user"), tool_timeout_s=0.3)
+    (row,) = conversations.run(rows_of(conversations, 1), saying("5"), prompts())
+    assert row.failure == "no answer within 0.3 s (environment.tool_timeout_s)"
+    never.set()
+
+
 @pytest.mark.parametrize("outcomes", [None, "won", lambda: [1]])
 def test_outcomes_of_an_environment_are_its_own_affair(outcomes):
     """They were taken for those of tools."""
@@ -907,6 +924,29 @@ def test_an_asynchronous_tool_that_does_not_await_holds_itself_alone():
     (row,) = talk(saying(*turns, "so"), held, search, leave, tool_timeout_s=0.3, max_turns=8)
     late, three = str({"error": "no answer within 0.3 s"}), str({"error": "3"})
     assert [content for role, content in shown(row) if role == "tool"] == [late, "found", three, "found"]
+    never.set()
+
+
+def test_a_loop_that_was_left_is_waited_for_once(monkeypatch):
+    """By the engine's thread, for which nothing is drawn meanwhile: of a batch that is late on it, each row would."""
+    never, held, rows = threading.Event(), threading.Event(), [Waiting(), Waiting()]
+
+    async def hold() -> None:
+        held.set()
+        never.wait(60)
+
+    async def wait() -> None:
+        await asyncio.sleep(60)
+
+    begun = [row.begun(call) for row, call in zip(rows, (hold, wait), strict=True)]
+    assert held.wait(60)
+    monkeypatch.setattr("perl.environments.waiting.TURN_S", 0.1)
+    rows[0].cancel()
+    monkeypatch.setattr("perl.environments.waiting.TURN_S", 60.0)
+    cancelling = threading.Thread(target=rows[1].cancel, daemon=True)
+    cancelling.start()
+    cancelling.join(30)
+    assert (cancelling.is_alive(), [future.cancelled() for future in begun]) == (False, [True, True])
     never.set()
 
 
