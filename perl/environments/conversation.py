@@ -13,6 +13,7 @@ that come within GRACE_S are waited for, so that the turns of a group are prefil
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import math
@@ -197,27 +198,28 @@ class _Talk:
         self.current = Sampling()
         self.turn: deque[tuple[Trajectory, Prompt]] = deque()
         """In step: what is left to be given of the turn that is under way."""
-        self.given: list[Trajectory] = []
-        """The row of each prompt that the engine has been given."""
+        self.places = itertools.count()
+        """Of the prompts that the engine is given next."""
+        self.given: dict[int, Trajectory] = {}
+        """The row of each prompt that the engine has not drawn, by its place."""
         self.latest: dict[int, int] = {}
-        """By id of a row, the position of its last prompt."""
-        self.drawing = 0
+        """By id of a row whose conversation goes on, the place of its last prompt."""
         self.ended: deque[Trajectory] = deque()
 
     @property
     def goes_on(self) -> bool:
-        return bool(self.more or self.jobs or self.ready or self.turn or self.drawing)
+        return bool(self.more or self.jobs or self.ready or self.turn or self.given)
 
     def feed(self) -> Iterator[Prompt | None]:
         """Of one stream. It ends before `goes_on` does where nothing is drawn, and rows have ended that whoever sends
         further ones waits for."""
-        self.given, self.latest = [], {}
+        self.places, self.given, self.latest = itertools.count(), {}, {}
         self._take_rows()
         while self.goes_on:
             self._take_answers()
             if prompt := self._next():
                 yield prompt
-            elif self.drawing:
+            elif self.given:
                 yield None
             elif self.more and self.ended:
                 return
@@ -225,8 +227,7 @@ class _Talk:
 
     def drawn(self, place: int, completion: Completion) -> None:
         self.parts.on_turn()
-        row = self.given[place]
-        self.drawing -= 1
+        row = self.given.pop(place)
         if completion.error is not None:
             self._fail(row, completion.error)
             return
@@ -257,9 +258,8 @@ class _Talk:
         if (found := self._of_turn() if self.in_step else self._of_current()) is None:
             return None
         row, prompt = found
-        place = len(self.given)
-        self.given.append(row)
-        self.drawing += 1
+        place = next(self.places)
+        self.given[place] = row
         follows = self.latest.get(id(row))
         self.latest[id(row)] = place
         return replace(prompt, follows=follows, followed=row.turns + 1 < self.parts.config.max_turns)
@@ -267,7 +267,7 @@ class _Talk:
     def _of_current(self) -> tuple[Trajectory, Prompt] | None:
         """The engine draws from one distribution at a time, so that what is drawn from another one waits until no other
         is under way."""
-        if not self.drawing and self.ready:
+        if not self.given and self.ready:
             self.current = next(iter(self.ready))
         if (ready := self.ready.get(self.current)) is None:
             return None
@@ -278,7 +278,7 @@ class _Talk:
 
     def _of_turn(self) -> tuple[Trajectory, Prompt] | None:
         """Of the turn that is under way; of the next one where all of that is drawn and answered."""
-        if not (self.turn or self.drawing or self.jobs) and self.ready:
+        if not (self.turn or self.given or self.jobs) and self.ready:
             first = min(self.ready, key=lambda each: min(place_of(row) for row, _ in self.ready[each]))
             self.turn.extend(sorted(self.ready.pop(first), key=lambda each: place_of(each[0])))
         return self.turn.popleft() if self.turn else None
@@ -286,7 +286,7 @@ class _Talk:
     def _take_answers(self) -> None:
         """All that have come; where nothing else is to do the next one is waited for, however long it takes."""
         while self.jobs:
-            idle = not self.drawing and not self.turn and (self.in_step or not self.ready)
+            idle = not self.given and not self.turn and (self.in_step or not self.ready)
             patience = time.monotonic() + LOOK_S if self.more else math.inf
             if (taken := self.jobs.take(patience if idle else self.jobs.newest + GRACE_S)) is None:
                 return
@@ -380,6 +380,7 @@ class _Talk:
             self._observed(row, shown)
 
     def _over(self, row: Trajectory) -> None:
+        self.latest.pop(id(row), None)
         row.outcomes = row.environment.outcomes if isinstance(row.environment, ToolUse) else []
         self.ended.append(row)
 

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import enum
+import gc
 import json
 import math
 import pickle
@@ -213,6 +214,26 @@ def test_each_turn_has_a_seed_of_its_own():
     seeds = [row_seed(1, "stream-3", 2, turn) for turn in range(3)]
     assert seeds[0] == row_seed(1, "stream-3", 2)
     assert len(set(seeds)) == 3
+
+
+def test_a_conversation_that_is_over_is_not_kept():
+    """A worker's stream goes on for a whole evaluation."""
+    conversations = talking(TOKENIZER, add)
+    told, alive = [0], []
+
+    def coming():
+        for place in range(20):
+            while told[0] < place - 3:  # four are under way, so that the stream goes on
+                yield None
+            yield rows_of(conversations, 1)[0]
+
+    for row in conversations.run(coming(), saying(CALL, "5"), prompts()):
+        conversations.free([row])
+        assert (row.turns, row.failure) == (2, None)
+        told[0] += 1
+        alive.append(sum(type(each) is Trajectory for each in gc.get_objects()))
+    assert len(alive) == 20
+    assert alive[-1] <= alive[0]
 
 
 def test_a_turn_names_the_one_that_it_follows():
