@@ -32,6 +32,7 @@ from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
+from perl.environments.waiting import THREADS
 from perl.models.images import has_images
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
 from perl.rewards.files import NOT_FINITE, RAISED
@@ -42,6 +43,8 @@ GRACE_S = 0.005
 """What answers sooner costs others no more than a step of the engine."""
 LONGEST = 500
 """Characters of an environment's error that are told."""
+MOST_THREADS = 512
+"""Of calls, in a process: most of them were left behind, as these can't be ended."""
 LOOK_S = 0.05
 """So often further rows are asked for while nothing but environments is at work."""
 
@@ -106,7 +109,13 @@ class Jobs:
             job = self.waiting.popleft()
             job.began = self.newest = time.monotonic()
             self.running[id(job)] = job
-            threading.Thread(target=self._run, args=(job,), daemon=True).start()
+            try:
+                if sum(each.name == THREADS for each in threading.enumerate()) >= MOST_THREADS:
+                    raise RuntimeError(f"{MOST_THREADS} calls of tools and environments hang; no further one is begun")
+                threading.Thread(target=self._run, args=(job,), name=THREADS, daemon=True).start()
+            except RuntimeError as error:  # also where the system gives no further thread
+                job.error = error
+                self.through.put(job)
 
     def _run(self, job: Job) -> None:
         try:

@@ -18,6 +18,9 @@ from typing import Any
 TURN_S = 1.0
 """A loop that does not turn for so long is held by a call that does not await."""
 
+THREADS = "environments"
+"""Of this name: those that calls are made in, and their loops."""
+
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -27,7 +30,7 @@ def _running() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(target=_loop.run_forever, name=THREADS, daemon=True).start()
         return _loop
 
 

@@ -335,6 +335,38 @@ def test_a_tool_that_takes_too_long_is_an_error_to_the_model():
     never.set()
 
 
+def test_no_further_call_is_begun_where_very_many_hang(monkeypatch):
+    """Of four turns three hang; the fourth's call is not begun. (The names: other tests leave threads behind too.)"""
+    never = threading.Event()
+    monkeypatch.setattr("perl.environments.conversation.MOST_THREADS", 3)
+    monkeypatch.setattr("perl.environments.conversation.THREADS", "of this test")
+
+    def hang(a: int, b: int) -> str:
+        """Hang.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        never.wait(60)
+        return "late"
+
+    (row,) = talk(saying(*[CALL.replace("add", "hang")] * 5), hang, tool_timeout_s=0.3)
+    assert (row.turns, row.outcomes) == (4, [True] * 3)
+    assert str(row.failure).startswith("RuntimeError: 3 calls of tools and environments hang; no further")
+    never.set()
+
+
+def test_a_system_without_further_threads_fails_a_conversation():
+    """No thread has a stack of 64 TiB."""
+    usual = threading.stack_size(1 << 46)
+    try:
+        (row,) = talk(saying("5"))
+    finally:
+        threading.stack_size(usual)
+    assert str(row.failure).startswith("RuntimeError: can't start new thread (threading.py:")
+
+
 def paying(may: threading.Event):
     """A tool that waits until it may, and the amounts that it was asked for."""
     paid = []
