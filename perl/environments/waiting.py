@@ -9,6 +9,7 @@ semaphore of one call serves the next.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
 import inspect
 import threading
 from collections.abc import Callable
@@ -43,6 +44,19 @@ def _leave_if_held(loop: asyncio.AbstractEventLoop) -> None:
     if not turned.wait(TURN_S):
         with _lock:
             _loop = None if _loop is loop else _loop
+
+
+def _join_no_daemons() -> None:
+    """At the end of Python, which joins the threads of all executors (asyncio.to_thread has one, a tool may), though
+    those that a call begins are daemons as its own is: one that hangs would keep the process for ever."""
+    threads: Any = concurrent.futures.thread._threads_queues
+    for thread in list(threads):
+        if thread.daemon:
+            del threads[thread]
+
+
+# What atexit calls comes behind the joins.
+threading._register_atexit(_join_no_daemons)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Waiting:

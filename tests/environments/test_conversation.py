@@ -7,9 +7,12 @@ import gc
 import json
 import math
 import pickle
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +35,7 @@ from tests.environments.scripted import (
     text_completion,
 )
 
+ROOT = Path(__file__).parents[2]
 END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 TOKENIZER = byte_tokenizer("qwen2_5")
@@ -333,6 +337,51 @@ def test_a_tool_that_takes_too_long_is_an_error_to_the_model():
     assert row.environment.outcomes == [False, True, True]
     assert row.failure is None
     never.set()
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("raise UserError('wrong')", 2, "error: wrong"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_process_ends_though_threads_of_a_tool_go_on(last, code, said):
+    """Python would join those of executors, asyncio's own too."""
+    program = f"""if True:
+        import asyncio, atexit, sys, time
+        from concurrent.futures import ThreadPoolExecutor
+        from perl.base.errors import UserError, report_errors
+        from tests.environments.test_conversation import asked, saying, talk
+
+        async def awaited(word: str) -> str:
+            '''Awaited.
+
+            Args:
+                word: For it.
+            '''
+            await asyncio.to_thread(time.sleep, 10_000)
+            return "late"
+
+        def executed(word: str) -> str:
+            '''Executed.
+
+            Args:
+                word: For it.
+            '''
+            return ThreadPoolExecutor(1).submit(time.sleep, 10_000).result()
+
+        atexit.register(lambda: sys.stdout.write("end"))
+        with report_errors():
+            (row,) = talk(saying(asked("awaited"), asked("executed"), "so"), awaited, executed, tool_timeout_s=0.3)
+            sys.stdout.write(f"{{row.outcomes}} ")
+            {last}
+    """
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (code, "[True, True] end")
+    assert said in done.stderr
 
 
 def test_no_further_call_is_begun_where_very_many_hang(monkeypatch):
