@@ -26,10 +26,11 @@ CALLS = {
 """What an answer may call."""
 LONGEST = 10_000
 """Characters of an answer that is looked through."""
-_CALLABLE = "|".join(sorted(name for name, value in vars(builtins).items() if callable(value) and name not in CALLS))
 _CALLED = re.compile(r"([^\W\d]\w*)\(")
+_CALLED_APART = re.compile(r"(?<![^\W\d])([^\W\d]\w*+)(?:[\s\\]|#.*\n)*\(")
+"""With what Python takes for blanks before the bracket: words of a text stand so too."""
 _CODE = re.compile(
-    rf"__|:=|\blambda\b|\bfor\b.*\bin\b|\b(?:{_CALLABLE})\s*\(|\.\s*\w+\s*\(|[\])]\s*\("
+    r"__|:=|\blambda\b|\bfor\b.*\bin\b|\.\s*\w+\s*\(|[\])]\s*\("
     r"|\(.*['\"\\{]|['\"\\}].*\(|(['\"]).*\\.*\1",
     re.DOTALL,
 )
@@ -91,10 +92,20 @@ def _may_run(answer: str) -> bool:
         with warnings.catch_warnings(action="ignore"):
             nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
     except (SyntaxError, ValueError):  # a text, a board, or what sympy alone reads
-        return bool(_CODE.search(answer)) or not CALLS.issuperset(_CALLED.findall(answer))
+        harmless = CALLS.issuperset(_CALLED.findall(answer)) and _known().isdisjoint(_CALLED_APART.findall(answer))
+        return bool(_CODE.search(answer)) or not harmless
     except (MemoryError, RecursionError):
         return True
     return not (all(isinstance(node, _LITERAL) for node in nodes) or all(map(_calculates, nodes)))
+
+
+@functools.cache
+def _known() -> set[str]:
+    """What an evaluation by Python or by sympy finds to call, but for CALLS."""
+    import sympy
+
+    found = vars(builtins) | {name: getattr(sympy, name) for name in sympy.__all__}
+    return {name for name, value in found.items() if callable(value)} - CALLS
 
 
 def _calculates(node: ast.AST) -> bool:
