@@ -25,6 +25,8 @@ from perl.tasks.reasoning_gym import generated_rows, is_generated
 from perl.tools import sums
 
 EXIT_FAULTY = 1
+MOST_S = 86_400
+"""A pipe is waited for in milliseconds of 31 bits."""
 ROWS = 20
 FURTHER = 10
 """Rows that are read besides, for wrong answers."""
@@ -69,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         lookup({**REWARDS, **TASKS}, name, "reward or task")
     if task is not None:
         lookup(TASKS, task, "task", "--task")
-    if args.deadline_s <= 0:
-        raise UserError(f"--deadline_s {args.deadline_s:g}: write a number above 0")
+    if not 0 < args.deadline_s <= MOST_S:
+        raise UserError(f"--deadline_s {args.deadline_s:g}: write a number above 0, at most {MOST_S}")
     if args.rows < 1:
         raise UserError(f"--rows {args.rows}: write a number from 1")
     if args.form is not None and ANSWER not in args.form:

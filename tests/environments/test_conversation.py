@@ -631,7 +631,7 @@ def test_an_environment_that_is_made_too_late_is_free_for_the_next_row():
     may = threading.Event()
     quick = guesses()
 
-    def make() -> ToolUse:
+    def make() -> Any:
         may.wait(60)
         return quick.make()
 
@@ -782,7 +782,7 @@ def test_what_reset_has_added_and_has_no_room_is_not_kept():
     """The trainer computes all rows of its batch, those that have failed too."""
 
     class Long(Guess):
-        def reset(self, **row):
+        def reset(self, gold, **kwargs):
             return "x" * 5000
 
     conversations = talking(TOKENIZER, source=guesses(Long))
