@@ -242,13 +242,6 @@ def check_environment(values: Namespace) -> None:
             f"--config.rollout.engine generate: draws torch's own random numbers, so that with {flag} a run would"
             " depend on how long an answer takes; write --config.rollout.engine fast"
         )
-    longest, patience = environment.tool_timeout_s * (environment.max_turns + 1), values.training.ddp_timeout
-    if longest >= patience and (not rollout.workers or values.validation.datasets):
-        raise UserError(
-            f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with max_turns"
-            f" {environment.max_turns} other processes may wait {longest:g} s, and --config.training.ddp_timeout is"
-            f" {patience} s; write less, or raise ddp_timeout"
-        )
     if rollout.workers and environment.tool_timeout_s >= rollout.deadline_s:
         raise UserError(
             f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: a worker may say nothing for so long,"

@@ -7,6 +7,7 @@ before it starts any, so that a mistake is one line and exit code 2 there too, a
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -140,6 +141,9 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         check_dynamic_sampling(config.training)
     if source:
         source.check_rows(dataset)  # type: ignore[arg-type]
+    validation = set_up_validation(config, tokenizer, set(dataset[PROBLEM]), conversations)
+    if source:
+        check_patience(config, source, validation)
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(
         tokenizer=tokenizer,
@@ -148,8 +152,27 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         checkpoint=checkpoint,
         conversations=conversations,
         rewards=dict(zip(config.reward.functions, functions, strict=True)),
-        validation=set_up_validation(config, tokenizer, set(problems), conversations),
+        validation=validation,
     )
+
+
+def check_patience(config: Config, source: EnvironmentSource, validation: ValidationSetup | None) -> None:
+    """Processes wait for the one whose conversations take longest: where a tool hangs, each call its whole time, and
+    those that may not be made at once one after the other."""
+    training, environment = config.training, config.environment
+    assert training.generation_batch_size
+    drawn = 0 if config.rollout.workers else training.generation_batch_size  # workers are waited for without ddp
+    scored = [len(each.samples) for each in validation.problem_sets] if validation else []
+    rows = math.ceil(max(drawn, *scored, 0) / training.world_size)
+    calls = environment.max_turns + (3 if environment.factory else 0)  # made, reset, and asked for the reward
+    longest = environment.tool_timeout_s * calls * math.ceil(rows / source.at_once)
+    if training.world_size > 1 and longest >= training.ddp_timeout:
+        raise UserError(
+            f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with {rows} conversations of a"
+            f" process, {source.at_once} calls at once and max_turns {environment.max_turns} other processes may wait"
+            f" {longest:g} s, and --config.training.ddp_timeout is {training.ddp_timeout} s; write less, or raise"
+            " ddp_timeout"
+        )
 
 
 def check_metric(config: Config, source: EnvironmentSource | None) -> None:

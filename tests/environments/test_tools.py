@@ -3,6 +3,7 @@
 import os
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pandas
 import pytest
@@ -18,7 +19,7 @@ from perl.rewards.files import ROW
 from perl.rewards.functions import build_rewards, reward_context
 from perl.runs.setup import PROBLEM, build_dataset
 from perl.tasks import load_problems
-from perl.training.preflight import check_metric, check_run, open_conversations
+from perl.training.preflight import check_metric, check_patience, check_run, open_conversations
 from tests.tiny import tiny_tokenizer
 
 GOOD = '''
@@ -263,7 +264,6 @@ def test_one_line_for_what_is_none(fields, said, file):
 
 
 TOOLS = ["--config.environment.tools", '["python"]']
-VALIDATED = ["--config.validation.datasets", '["gsm8k"]']
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,6 @@ VALIDATED = ["--config.validation.datasets", '["gsm8k"]']
             ["--config.rollout.workers", "2", "--config.rollout.deadline_s", "30"],
             "--config.environment.tool_timeout_s 30: a worker may say nothing for so long, and"
             " --config.rollout.deadline_s is 30 s; write less, or raise deadline_s",
-        ),
-        (
-            ["--config.rollout.workers", "2", *VALIDATED, "--config.training.ddp_timeout", "100"],
-            "--config.environment.tool_timeout_s 30: with max_turns 8 other processes may wait 270 s, and"
-            " --config.training.ddp_timeout is 100 s; write less, or raise ddp_timeout",
         ),
         (
             ["--config.rollout.engine", "vllm", "--config.training.vllm_tensor_parallel_size", "2"],
@@ -293,6 +288,30 @@ def test_what_several_turns_can_not_be_had_with(flags, said):
     parse(flags)
     with pytest.raises(UserError, match=re.escape(said)):
         parse([*TOOLS, *flags])
+
+
+def test_a_tool_that_hangs_is_waited_for_in_time(file):
+    """1,024 rows of a process are 16 times 64 calls: 16 x 8 turns x 30 s. A validation's 1,000 are 8 times."""
+    flags = ["--config.environment.tools", f'["{file}:add"]', "--config.training.per_device_train_batch_size", "64"]
+    flags += ["--config.training.gradient_accumulation_steps", "16"]
+    validated: Any = SimpleNamespace(problem_sets=[SimpleNamespace(samples=range(1000))])
+
+    def check(*more, processes=2, validation=None):
+        config = parse([*flags, *more]).build(processes=processes)
+        check_patience(config, load_environment(config.environment), validation)
+
+    with pytest.raises(UserError) as error:
+        check()
+    assert str(error.value) == (
+        "--config.environment.tool_timeout_s 30: with 1024 conversations of a process, 64 calls at once and max_turns 8"
+        " other processes may wait 3840 s, and --config.training.ddp_timeout is 1800 s; write less, or raise"
+        " ddp_timeout"
+    )
+    check(processes=1)
+    check("--config.training.ddp_timeout", "3841")
+    check("--config.rollout.workers", "2")
+    with pytest.raises(UserError, match=r"with 500 conversations of a process, .* may wait 1920 s"):
+        check("--config.rollout.workers", "2", validation=validated)
 
 
 def test_blocks_of_python_need_python():
