@@ -20,7 +20,7 @@ ALWAYS = "honoured with engine vllm and with importance_correction, else no effe
 FIELDS = {
     "vllm_enable_sleep_mode": ("true", HONOURED),
     "vllm_gpu_memory_utilization": ("0.2", HONOURED),
-    "vllm_importance_sampling_cap": ("4.0", HONOURED),  # TRL's old name of clip_max, which it sets
+    "vllm_importance_sampling_cap": ("4.0", ALWAYS),  # TRL's old name of clip_max, which it sets
     "vllm_importance_sampling_clip_max": ("4.0", ALWAYS),
     "vllm_importance_sampling_clip_min": ("0.5", ALWAYS),
     "vllm_importance_sampling_correction": ("false", HONOURED),
