@@ -144,7 +144,8 @@ class VirtualEngine:
 
     def publish(self, weights: Weights) -> None:
         self.version = Version("simulated", weights, "")
-        self.pool.submit(self.version, [], b"an adapter")
+        self.payload = [b"an adapter"]  # another one with each version
+        self.pool.submit(self.version, [], self.payload)
 
     def stream(self, feed: Sequence[Prompt]) -> Iterator[tuple[int, Completion]]:
         size, call = self.piece_size, self.calls
@@ -152,7 +153,7 @@ class VirtualEngine:
         starts = range(0, len(feed), size)
         pieces = [Piece((call, start // size), tuple(feed[start : start + size])) for start in starts]
         self.pieces += len(pieces)
-        self._timed(lambda: self.pool.submit(self.version, pieces, b"an adapter"))
+        self._timed(lambda: self.pool.submit(self.version, pieces, self.payload))
         self._timed(self._poll)
         return self._completions(pieces)
 
@@ -236,6 +237,15 @@ def length_of(seed: int) -> int:
     return min(LONGEST, max(2, round(random.Random(seed).lognormvariate(mu, SPREAD))))
 
 
+class NoJob:
+    """Nobody serves it."""
+
+    unit = "pieces"
+
+    def paths(self, weights: Any) -> list[str]:
+        return []
+
+
 def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest: bool = False) -> dict[str, Any]:
     """A row of the table.
 
@@ -250,7 +260,7 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
         piece_size, room = GROUP, max(1, piece_size // GROUP)
     executor = VirtualExecutor(workers, clock, speed, room)
     with tempfile.TemporaryDirectory() as folder:
-        pool = WorkerPool(executor, Any, Path(folder), newest=newest)  # type: ignore[arg-type]  # no worker has a job here
+        pool = WorkerPool(executor, NoJob(), Path(folder), newest=newest)  # type: ignore[arg-type]
         engine = VirtualEngine(pool, executor, piece_size)
         rows = [{"prompt": str(i)} for i in range(batch * steps)]
         parts: Any = {"engine": engine, "rewards": NoRewards(), "processes": Alone(), "clock": NoClock()}
