@@ -174,8 +174,8 @@ class Asked(TypedDict):
     """How prompts are built, by task."""
     sampling: dict[str, int | float]
     """A Sampling but for `n`."""
-    chat_template_kwargs: NotRequired[dict[str, Any]]
-    """What the chat template was given besides; left out where that is nothing."""
+    chat_template_kwargs: NotRequired[dict[str, Any] | None]
+    """What the chat template was given besides; left out, or None, where that is nothing."""
 
 
 class Identity(Asked):
