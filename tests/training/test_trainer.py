@@ -56,6 +56,7 @@ def test_what_we_override_of_trl_and_transformers():
         "_get_grad_norm",
         "_run_epoch",
         "_load_optimizer_and_scheduler",
+        "_load_rng_state",
         "_save_checkpoint",
         "_save",
         "log",
