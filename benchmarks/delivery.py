@@ -94,6 +94,9 @@ class FaultyInbox:
     def take(self) -> Any:
         return self._inbox.take()
 
+    def working(self) -> None:
+        self._inbox.working()
+
     @property
     def payload(self) -> Any:
         sent, rms = self._seen[self.version]
