@@ -14,7 +14,7 @@ UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora
 
 def check_values(values: Namespace) -> None:
     """Checks over several fields that need neither a device nor a file."""
-    reward, noise, training = values.reward, values.noise_injection, values.training
+    reward, training = values.reward, values.training
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         raise UserError(
             f"--config.reward.weights has {len(reward.weights)} entries, --config.reward.functions has"
@@ -27,6 +27,29 @@ def check_values(values: Namespace) -> None:
             f"--config.reward.function_deadline_s {reward.function_deadline_s:g}: other processes wait for a reward for"
             f" --config.training.ddp_timeout {training.ddp_timeout} s; write less, or raise ddp_timeout"
         )
+    if training.eval_strategy not in (None, "no"):
+        raise UserError(
+            "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
+            " trains, perl/eval.py scores checkpoints"
+        )
+    if training.load_best_model_at_end:
+        raise UserError(
+            "--config.training.load_best_model_at_end true: is of TRL's own evaluation; write"
+            " --config.validation.save_best true"
+        )
+    check_loss(values)
+    check_noise(values)
+    check_workers(values)
+    check_quantization(values)
+    check_dynamic_sampling(values)
+    check_validation(values)
+    check_critic(values)
+    check_environment(values)
+
+
+def check_loss(values: Namespace) -> None:
+    """What contradicts itself in the loss, and in what it is made of."""
+    algorithm, training = values.algorithm, values.training
     low, high = training.cispo_min_ratio, training.epsilon_high
     given = f"null (epsilon {training.epsilon:g})" if high is None else f"{high:g}"
     high = training.epsilon if high is None else high
@@ -40,6 +63,26 @@ def check_values(values: Namespace) -> None:
             f"--config.training.cispo_min_ratio {low:g} is above the highest ratio, --config.training.epsilon_high"
             f" {high:g}"
         )
+    if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
+        raise UserError(
+            "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
+            " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
+        )
+    if training.beta < 0.0:
+        raise UserError(
+            f"--config.training.beta {training.beta:g}: a coefficient below 0 drives the policy away from the"
+            " reference; write a number from 0"
+        )
+    if (correction := correction_of(values.rollout)).startswith("sequence") and training.loss_type == "vespo":
+        raise UserError(
+            f"--config.rollout.importance_correction {correction}: loss_type vespo weights"
+            " sequences itself; write token"
+        )
+
+
+def check_noise(values: Namespace) -> None:
+    """What schedule of the noise can't be followed."""
+    noise = values.noise_injection
     adaptive = noise.schedule == "target_kl"
     if noise.enabled and not adaptive and noise.sigma_end > noise.sigma_start:
         raise UserError(
@@ -66,38 +109,6 @@ def check_values(values: Namespace) -> None:
             "--config.rollout.behaviour exact: with --config.noise_injection.old_logps noisy the ratio's old policy is"
             " the one that drew, so that nothing is left to correct; write engine, or old_logps clean"
         )
-    algorithm = values.algorithm
-    if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
-        raise UserError(
-            "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
-            " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
-        )
-    if training.beta < 0.0:
-        raise UserError(
-            f"--config.training.beta {training.beta:g}: a coefficient below 0 drives the policy away from the"
-            " reference; write a number from 0"
-        )
-    if (correction := correction_of(values.rollout)).startswith("sequence") and training.loss_type == "vespo":
-        raise UserError(
-            f"--config.rollout.importance_correction {correction}: loss_type vespo weights"
-            " sequences itself; write token"
-        )
-    if training.eval_strategy not in (None, "no"):
-        raise UserError(
-            "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
-            " trains, perl/eval.py scores checkpoints"
-        )
-    if training.load_best_model_at_end:
-        raise UserError(
-            "--config.training.load_best_model_at_end true: is of TRL's own evaluation; write"
-            " --config.validation.save_best true"
-        )
-    check_workers(values)
-    check_quantization(values)
-    check_dynamic_sampling(values)
-    check_validation(values)
-    check_critic(values)
-    check_environment(values)
 
 
 def check_workers(values: Namespace) -> None:
