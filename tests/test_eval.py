@@ -84,6 +84,7 @@ def test_use_vllm_is_a_switch():
         (["--adapter_mode", "lora"], "no --adapter to serve"),
         (["--adapter_mode", "lora", "--adapter", "a"], "needs --use_vllm"),
         (["--dataset", " , "], "--dataset is empty"),
+        (["--chat_template_kwargs", "[1]"], "--chat_template_kwargs: expected a JSON object or null, not [1]"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, message):

@@ -7,6 +7,7 @@ from jsonargparse import Namespace
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of
+from perl.config.parser import MAPPING
 
 UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
 """Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
@@ -32,6 +33,11 @@ def check_values(values: Namespace) -> None:
             "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
             " trains, perl/eval.py scores checkpoints"
         )
+    for name in ("chat_template_kwargs", "generation_kwargs"):
+        if isinstance(text := training[name], str):  # which TRL takes, and nothing can be looked up in
+            raise UserError(
+                f"--config.training.{name}: expected {MAPPING}, not {text}; write it as '{{\"name\": value}}'"
+            )
     if training.load_best_model_at_end:
         raise UserError(
             "--config.training.load_best_model_at_end true: is of TRL's own evaluation; write"

@@ -54,6 +54,7 @@ WORDS = {
     "ClosedUnitInterval": "a number from 0 to 1",
 }
 """jsonargparse's name of a type -> what a user may write."""
+MAPPING = "a JSON object"
 
 
 class Parser(ArgumentParser):
@@ -133,7 +134,7 @@ def _expected(complaint: str) -> str | None:
         return None
     kinds = re.findall(r"<class '([\w.]+)'>|(?:typing\.)?Literal\[(.*?)\]|([\w.]+\[[^<]*?\])", union[1])
     last = [(kind.rpartition(".")[2], literal or other) for kind, literal, other in kinds]
-    names = [WORDS.get(kind, kind) or other for kind, other in last]
+    names = [WORDS.get(kind, kind) or (MAPPING if other.startswith("dict[") else other) for kind, other in last]
     value = union[2].strip()
     as_list = _as_list(value) if names[0].startswith("list[") else ""
     return f"expected {' or '.join(names)}, not {value}{as_list}"

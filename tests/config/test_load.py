@@ -639,6 +639,15 @@ def test_fields_of_trl_that_perl_does_otherwise_are_warned_of(flags, said):
     assert said in line
 
 
+@pytest.mark.parametrize("text", ["[1]", "{bad", "word"])
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "generation_kwargs"])
+def test_what_is_no_mapping_is_one_line(name, text):
+    said = message(f"--config.training.{name}", text)
+    assert said == f"--config.training.{name}: expected a JSON object, not {text}; write it as '{{\"name\": value}}'"
+    values = parse([f"--config.training.{name}", '{"min_p": 0.1}']).values.training
+    assert values[name] == {"min_p": 0.1}
+
+
 def test_vespos_kl_may_be_weighed_by_the_ratio_of_a_level():
     kl = ["--config.training.beta", "0.1", "--config.training.loss_type", "vespo"]
     assert parse([*kl, "--config.training.importance_sampling_level", "sequence"]).warnings == []
