@@ -137,6 +137,9 @@ class AdapterTrainer:
             begin_with_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
+    def process_state(self) -> ProcessState:
+        return ProcessState(run=self._run_state(), rollout=self._rollout_state())
+
     def _run_state(self) -> dict[str, Any]:
         """What this process has measured for the next log, and counted over the run, that is in no file of
         transformers and TRL: tensors and plain values."""
@@ -198,8 +201,7 @@ class AdapterTrainer:
 
     def _save_own(self, checkpoint: Path) -> None:
         """What is perl's in a checkpoint. Every process must come here."""
-        state = ProcessState(run=self._run_state(), rollout=self._rollout_state())
-        process_state.save(checkpoint, self.args.process_index, self.args.world_size, state)
+        process_state.save(checkpoint, self.args.process_index, self.args.world_size, self.process_state())
         if self.ranks is not None and self.args.process_index == 0:
             self.ranks.save(checkpoint)
 

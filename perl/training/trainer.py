@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from perl.rewards.score import Rewards
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
 from perl.runs.metrics import StepClock, add_step, model_size
 from perl.runs.nonfinite import save_batch
-from perl.runs.process_state import RolloutState
+from perl.runs.process_state import ProcessState, RolloutState
 from perl.runs.vision import language_part
 from perl.training.batch import Batch, Dealer, MicroBatch
 from perl.training.collect import Collector, Read, compared_reward, is_chat, rollout_sampling
@@ -133,10 +133,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         """The micro-batches of the generation batch that is trained on."""
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
         ends = EndOfStream(self) if config.algorithm.dynamic_sampling else None
-        self.random_numbers = RandomNumbers()
+        self.last_step = LastStep(self)
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
         # which step is the last is known to the validation.
-        for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation, self.random_numbers):
+        for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation, self.last_step):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -178,21 +178,18 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     @contextlib.contextmanager
     def saved_where_workers_are_lost(self) -> Iterator[None]:
-        """A checkpoint of the last step is there when a PoolLost leaves this context, unless a step is under way: part
-        of its gradient is made, which no checkpoint holds. Every process comes here, as each has it."""
+        """A checkpoint of the last step is there when a PoolLost leaves this context. Every process comes here, as each
+        has it."""
         try:
             yield
         except PoolLost as error:
-            made, folder = self.state.global_step, f"checkpoint-{self.state.global_step}"
-            if not made:
+            folder = f"checkpoint-{self.state.global_step}"
+            if not self.state.global_step:
                 raise
-            if self._step % self.args.gradient_accumulation_steps:
-                raise PoolLost(
-                    f"{error}; step {made + 1} is under way, so no checkpoint is saved:"
-                    " --config.training.resume_from_checkpoint auto goes on from the last one that there is"
-                ) from None
             if not (Path(self.args.output_dir or ".") / folder).is_dir():
-                torch.set_rng_state(self.random_numbers.at_step_end)
+                torch.set_rng_state(self.last_step.random_numbers)
+                if self.step_under_way():
+                    self.state.num_input_tokens_seen = self.last_step.tokens
                 self._save_checkpoint(self.model, None)
             raise PoolLost(
                 f"{error}; {folder} is saved, --config.training.resume_from_checkpoint auto goes on"
@@ -200,7 +197,18 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        self.random_numbers.keep()
+        self.last_step.keep_random_numbers()
+
+    def process_state(self) -> ProcessState:
+        """While a step is under way, what was before it: part of a gradient is in no checkpoint."""
+        if self.step_under_way():
+            assert self.last_step.state is not None
+            return self.last_step.state
+        return super().process_state()
+
+    def step_under_way(self) -> bool:
+        """Whether part of the next step's gradient is made."""
+        return self._step % self.args.gradient_accumulation_steps > 0
 
     def window_done(self) -> bool:
         """Whether the next micro-batch begins a generation batch."""
@@ -603,18 +611,31 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
-class RandomNumbers(TrainerCallback):
-    """The state of torch's generator after the last step, from which a checkpoint goes on: in a new epoch the data
-    loader draws from it before the next step begins, and does so again in a resumed run."""
+class LastStep(TrainerCallback):
+    """How the run was after its last step, for the checkpoint that is saved where workers are lost in the next.
 
-    def __init__(self) -> None:
-        self.keep()
+    Attributes:
+        random_numbers: the state of torch's generator, from which a checkpoint goes on: in a new epoch the data loader
+            draws from it before the next step begins, and does so again in a resumed run.
+        state: what the process held; None where a step is of one generation batch, with which it begins.
+        tokens: TrainerState.num_input_tokens_seen.
+    """
 
-    def keep(self) -> None:
-        self.at_step_end = torch.get_rng_state()
+    def __init__(self, trainer: PerlGRPOTrainer) -> None:
+        self.trainer, self.state, self.tokens = trainer, None, 0
+        self.keep_random_numbers()
+
+    def keep_random_numbers(self) -> None:
+        self.random_numbers = torch.get_rng_state()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of a resumed run too, whose first step ends no other."""
+        if state.global_step and args.steps_per_generation < args.gradient_accumulation_steps:
+            now = self.trainer.process_state()
+            self.state, self.tokens = replace(now, run=copy.deepcopy(now.run)), state.num_input_tokens_seen
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.keep()
+        self.keep_random_numbers()
 
 
 class EndOfStream(TrainerCallback):

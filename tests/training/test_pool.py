@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import signal
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
 from perl.records import Weights
 from perl.training.pool import PoolLost, _Background, require_sent
-from perl.training.trainer import PerlGRPOTrainer
 from perl.workers.rollouts import Drawn, Version
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import SUMS, make_trainer, reward_tokens
@@ -296,12 +293,26 @@ def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
     assert lost.value.exit_code == 1  # the run's, not a flag's
 
 
-def test_amid_a_step_the_line_says_that_there_is_no_new_checkpoint(tmp_path):
-    arguments = SimpleNamespace(gradient_accumulation_steps=2, output_dir=str(tmp_path))
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=3), _step=7, args=arguments)
-    said = r"^all workers died; step 4 is under way, so no checkpoint is saved: .* auto goes on from the last one"
-    with pytest.raises(PoolLost, match=said), PerlGRPOTrainer.saved_where_workers_are_lost(trainer):
-        raise PoolLost("all workers died")
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+def test_workers_that_are_lost_amid_a_step_of_two_batches_leave_a_checkpoint_of_the_step_before(tmp_path, lag):
+    """Part of the gradient was made, and no checkpoint was saved."""
+    model, base = (save_tiny(tmp_path / name, scale=4.0) for name in ("model", "gone"))
+    window = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    window |= {"num_generations": 4, "logging_steps": 2}
+    whole, trainer, _ = train(model, tmp_path / "whole", 1, lag, **window)
+    with pytest.raises(PoolLost, match=r"checkpoint-\d is saved"):  # batch 8 is the second one of step 4
+        train(base, tmp_path / "run", 1, lag, kill_at=7, callbacks=[Remove(base, at=1)], **window)
+    (last,) = (tmp_path / "run").glob("checkpoint-*")
+    made = int(last.name[-1])
+    assert made == 3 or lag  # which batch is the first that is not drawn is a matter of time
+    assert torch.load(last / "process_state_0.pt")["rollout"]["step"] == 4 * made
+    resumed, again, steps = train(model, tmp_path / "run", 1, lag, checkpoint=str(last), **window)
+    assert steps == [step for step in range(made, 5) for _ in range(2)]
+    assert same(whole, resumed)
+    for name in ("loss", "reward", "num_tokens"):
+        first, second = ([row[name] for row in each.state.log_history if name in row] for each in (trainer, again))
+        assert first == second
 
 
 def test_workers_that_are_refused_are_the_users_mistake(tmp_path, model, monkeypatch):
