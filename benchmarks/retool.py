@@ -10,7 +10,7 @@ two of the splits (perl.tools.retool.make_rows). Both arms get the same time and
 come:
 
     SFT    rows of as many tokens, prompts included, as the tool's
-    GRPO   as many steps as take the seconds of the tool's, by the median of PROBE steps on this machine
+    GRPO   as many steps as take the time of the tool's, each by the median of its steps on this machine
 
 so that `text` needs the tool's line of its seed. It is solved in writing as models of this size do best: the long
 factor times each digit of the short one, and running sums.
@@ -62,6 +62,7 @@ def row_of(folder: Path, tokens: int) -> dict[str, Any]:
         **read_json(folder / "result.json"),
         "stages": {row["stage"]: row["seconds"] for row in real.read_stages(folder) if row["finished"]},
         "steps": len(step_times(folder)),
+        "step_s": round(statistics.median(step_times(folder)), 2),
         "sft_tokens": tokens,
         "settings": read_json(folder / real.SETTINGS),
         "versions": started["versions"],
@@ -130,30 +131,39 @@ def text_run(folder: Path, seed: int, tool: Mapping[str, Any]) -> int:
     run(command(probe, "text", seed, SFT_ROWS, PROBE, 1))
     lengths = tokens_of("text", seed, count, probe / "model")
     rows = as_many(lengths, tool["sft_tokens"])
-    run(command(folder, "text", seed, rows, steps_in(tool["stages"]["grpo"], step_times(probe)), HELD_OUT))
+    run(command(folder, "text", seed, rows, steps_in(tool["steps"] * tool["step_s"], step_times(probe)), HELD_OUT))
     return sum(lengths[:rows])
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each run, in percent; below it the tool's lead."""
+    """Markdown: a row for each run, in percent; below it what GRPO has over SFT, and the tool over writing."""
     heads = ("arm", "seed", "avg@8: base", "SFT", "GRPO", "greedy: base", "SFT", "GRPO", "GRPO steps", "minutes")
     lines = []
     for row in sorted(rows, key=lambda row: (row["arm"], row["seed"])):
         scores = [f"{100 * row[stage][metric]:.1f}" for metric in ("avg@8", "greedy") for stage in retool.STAGES]
         lines.append([row["arm"], str(row["seed"]), *scores, str(row["steps"]), f"{row['wall_s'] / 60:.0f}"])
-    return "\n\n".join([markdown(heads, lines), *filter(None, [lead(rows)])])
+    return "\n\n".join([markdown(heads, lines), *comparisons(rows)])
 
 
-def lead(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How far the tool's GRPO is before that in writing at the same seed, the mean and its interval by Student's t; ""
-    below two seeds that have both."""
-    by_run = {(row["arm"], row["seed"]): row["grpo"]["avg@8"] for row in rows}
+def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each arm of what GRPO has over its own SFT, and one of the tool's lead at the same seed."""
+    by_run = {(row["arm"], row["seed"]): row for row in rows}
+    lines = []
+    for arm in ARMS:
+        gains = [row["grpo"]["avg@8"] - row["sft"]["avg@8"] for row in rows if row["arm"] == arm]
+        lines.append(_mean(f"GRPO over SFT, {arm}", gains))
     seeds = [seed for arm, seed in by_run if arm == "tool" and ("text", seed) in by_run]
-    if len(seeds) < 2:
+    leads = [by_run["tool", seed]["grpo"]["avg@8"] - by_run["text", seed]["grpo"]["avg@8"] for seed in seeds]
+    return [line for line in (*lines, _mean("The tool's lead after GRPO", leads)) if line]
+
+
+def _mean(what: str, differences: Sequence[float]) -> str:
+    """The mean over seeds and its interval by Student's t; "" below two of them."""
+    if len(differences) < 2:
         return ""
-    leads = [100 * (by_run["tool", seed] - by_run["text", seed]) for seed in seeds]
-    mean, reach = statistics.mean(leads), seeds_reach(leads)
-    return f"The tool's lead after GRPO, avg@8: {mean:+.1f} points [{mean - reach:+.1f}, {mean + reach:+.1f}]."
+    points = [100 * each for each in differences]
+    mean, reach = statistics.mean(points), seeds_reach(points)
+    return f"{what}, avg@8: {mean:+.1f} points [{mean - reach:+.1f}, {mean + reach:+.1f}]."
 
 
 def make_parser() -> argparse.ArgumentParser:

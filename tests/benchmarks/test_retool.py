@@ -19,8 +19,10 @@ def test_as_many_tokens_and_seconds():
     assert retool.steps_in(1.0, [10.0]) == 1
 
 
-def test_the_table_and_the_lead():
-    """60 - 30 and 70 - 50 points: 25 on average; half the interval is 12.706 x 7.0711 / 2^0.5 = 63.5."""
+def test_the_table_and_the_differences():
+    """60 - 30 and 70 - 50 points: 25 on average; half the interval is 12.706 x 7.0711 / 2^0.5 = 63.5. Over SFT's 25:
+    in writing 5 and 25, so half of it 12.706 x 14.142 / 2^0.5 = 127.1; the tool 35, 45 and -15, 4.3027 x 32.146 / 3^0.5
+    = 79.9."""
     rows = [
         line("text", 1, 0.3),
         line("tool", 1, 0.6),
@@ -28,9 +30,11 @@ def test_the_table_and_the_lead():
         line("text", 2, 0.5),
         line("tool", 3, 0.1),
     ]
-    *_, last, empty, lead = retool.table(rows).splitlines()
+    *table, over_sft, in_writing, lead = retool.table(rows).split("\n\n")
+    last = table[-1].splitlines()[-1]
     assert last == "| tool | 3 | 25.0 | 25.0 | 10.0 | 50.0 | 50.0 | 50.0 | 60 | 10 |"
-    assert empty == ""
+    assert over_sft == "GRPO over SFT, tool, avg@8: +21.7 points [-58.2, +101.5]."
+    assert in_writing == "GRPO over SFT, text, avg@8: +15.0 points [-112.1, +142.1]."
     assert lead == "The tool's lead after GRPO, avg@8: +25.0 points [-38.5, +88.5]."
     assert "lead" not in retool.table(rows[:2])
 
