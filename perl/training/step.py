@@ -112,12 +112,13 @@ class Step:
 
     # A generation batch
 
-    def batch(self, step: int, made: int = 0) -> tuple[Batch, list[MicroBatch]]:
-        """The next generation batch, sampled by the policy after `step` optimizer steps and `made` micro-batches of the
-        next one: its rows prompt by prompt, and as the micro-batches of its updates. Every process must come here."""
+    def batch(self, step: int, left: int) -> tuple[Batch, list[MicroBatch]]:
+        """The next generation batch, sampled by the policy after `step` optimizer steps, of `left` that the run will
+        draw with it: its rows prompt by prompt, and as the micro-batches of its updates. Every process must come here.
+        """
         before = self.weights
         try:
-            rows, collect_metrics = self.collector.collect(self._publish(step), self._batches_left(step, made))
+            rows, collect_metrics = self.collector.collect(self._publish(step), left)
         except PoolLost:
             self.weights = before  # a checkpoint that is saved now is of a run that has not begun this batch
             raise
@@ -139,12 +140,6 @@ class Step:
         self._log_rollout(batch, rewards, collect_metrics)
         shuffled = batch.select(torch.randperm(len(rows)).tolist())  # as TRL shuffles rows over updates
         return batch, self.dealer.deal(shuffled, self.processes.largest)
-
-    def _batches_left(self, step: int, made: int) -> int:
-        """Generation batches from this one on, as far as is known."""
-        args = self.args
-        micro_batches = (self.collector.state().max_steps - step) * args.gradient_accumulation_steps - made
-        return max(1, math.ceil(micro_batches / ((args.steps_per_generation or 1) * args.num_iterations)))
 
     def _publish(self, step: int) -> Weights:
         """The policy as it is now, to the engine, with this step's noise: of each batch of a step another draw."""

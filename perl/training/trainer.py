@@ -17,6 +17,7 @@ import copy
 import functools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -159,8 +160,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.window_done() or self.pending is None:
             self.model.train()
             with self.clock("prepare"), self.saved_where_workers_are_lost():
-                made = self._step % self.args.gradient_accumulation_steps
-                batch, self.pending = self.step.batch(self.state.global_step, made)
+                batch, self.pending = self.step.batch(self.state.global_step, self._batches_left())
                 self._log_batch(batch)
         micro_batch = self.pending[self._step % per_generation]
         self.clock.count_trained(micro_batch.trained_tokens)
@@ -187,8 +187,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             if not self.state.global_step:
                 raise
             if not (Path(self.args.output_dir or ".") / folder).is_dir():
-                torch.set_rng_state(self.last_step.random_numbers)
-                if self.step_under_way():
+                self.last_step.set_random_numbers()
+                if self._made():
                     self.state.num_input_tokens_seen = self.last_step.tokens
                 self._save_checkpoint(self.model, None)
             raise PoolLost(
@@ -201,20 +201,35 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def process_state(self) -> ProcessState:
         """While a step is under way, what was before it: part of a gradient is in no checkpoint."""
-        if self.step_under_way():
-            assert self.last_step.state is not None
-            return self.last_step.state
-        return super().process_state()
+        if not self._made():
+            return super().process_state()
+        assert self.last_step.state is not None
+        return self.last_step.state
 
-    def step_under_way(self) -> bool:
-        """Whether part of the next step's gradient is made."""
-        return self._step % self.args.gradient_accumulation_steps > 0
+    def _made(self) -> int:
+        """Micro-batches of the step that is under way; 0 between two steps."""
+        return self._step - self.last_step.micro_batches
+
+    def _window(self) -> int:
+        """Micro-batches that are made of a generation batch."""
+        return (self.args.steps_per_generation or 1) * self.num_iterations
+
+    def _batches_left(self) -> int:
+        """Generation batches that the run will draw, the next one included. An epoch's last step is of what is left of
+        its micro-batches."""
+        epoch, accumulation = len(self.callback_handler.train_dataloader), self.args.gradient_accumulation_steps  # type: ignore[arg-type]
+        steps = math.ceil(epoch / accumulation)
+
+        def until(step: int) -> int:
+            """Micro-batches of so many steps."""
+            return step // steps * epoch + min(step % steps * accumulation, epoch)
+
+        left = until(self.state.max_steps) - until(self.state.global_step) - self._made()
+        return max(1, math.ceil(left / self._window()))
 
     def window_done(self) -> bool:
         """Whether the next micro-batch begins a generation batch."""
-        per_generation, times = self.args.steps_per_generation, self.num_iterations
-        assert per_generation is not None
-        return self._step % (per_generation * times) == 0
+        return self._step % self._window() == 0
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """transformers comes here before the first step, and between a step's log and its checkpoint where
@@ -581,7 +596,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
 
     def _restore_rollout(self, state: RolloutState) -> None:
-        self._step = state.step
+        self._step = self.last_step.micro_batches = state.step
         if state.buffered_inputs is not None:
             self.pending = [MicroBatch.restored(each) for each in state.buffered_inputs]
         coefficient = self.step.kl_coefficient
@@ -615,26 +630,39 @@ class LastStep(TrainerCallback):
     """How the run was after its last step, for the checkpoint that is saved where workers are lost in the next.
 
     Attributes:
-        random_numbers: the state of torch's generator, from which a checkpoint goes on: in a new epoch the data loader
-            draws from it before the next step begins, and does so again in a resumed run.
-        state: what the process held; None where a step is of one generation batch, with which it begins.
+        micro_batches: that were trained by then.
+        random_numbers: the states of torch's generator and of the accelerator's, from which a checkpoint goes on: in a
+            new epoch the data loader draws before the next step begins, and does so again in a resumed run.
+        state: what the process held; None where no generation batch begins amid the next step.
         tokens: TrainerState.num_input_tokens_seen.
     """
 
     def __init__(self, trainer: PerlGRPOTrainer) -> None:
-        self.trainer, self.state, self.tokens = trainer, None, 0
+        self.trainer, self.micro_batches, self.state, self.tokens = trainer, 0, None, 0
         self.keep_random_numbers()
 
+    def _device(self) -> list[torch.device]:
+        device = self.trainer.accelerator.device
+        return [] if device.type == "cpu" else [device]
+
     def keep_random_numbers(self) -> None:
-        self.random_numbers = torch.get_rng_state()
+        of_device = [torch.get_device_module(each).get_rng_state(each) for each in self._device()]
+        self.random_numbers = [torch.get_rng_state(), *of_device]
+
+    def set_random_numbers(self) -> None:
+        torch.set_rng_state(self.random_numbers[0])
+        for each, state in zip(self._device(), self.random_numbers[1:], strict=True):
+            torch.get_device_module(each).set_rng_state(state, each)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Of a resumed run too, whose first step ends no other."""
-        if state.global_step and args.steps_per_generation < args.gradient_accumulation_steps:
+        self.state, window = None, self.trainer._window()
+        if state.global_step and window - self.micro_batches % window < args.gradient_accumulation_steps:
             now = self.trainer.process_state()
             self.state, self.tokens = replace(now, run=copy.deepcopy(now.run)), state.num_input_tokens_seen
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.micro_batches = self.trainer._step
         self.keep_random_numbers()
 
 

@@ -166,6 +166,19 @@ def test_workers_draw_no_batch_beyond_the_last_one_and_a_steps_batches_by_one_pa
     assert len(packs) == 2
 
 
+def test_where_an_epochs_last_step_is_short_every_batch_has_its_lag_and_none_is_drawn_for_nobody(tmp_path):
+    """14 prompts are 14 micro-batches, four a step: 4, 4, 4, 2 and once more. A batch, two prompts, is of two. The last
+    one was drawn by the newest weights, and one more was begun."""
+    model, seen = save_tiny(tmp_path / "model", scale=4.0), []
+    window = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    _, trainer, steps = train(
+        model, tmp_path / "run", 1, 1, watch=seen, prompts=SUMS[:14], max_steps=7, num_generations=4, **window
+    )
+    assert steps == [0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 6, 6]
+    assert [{row[2] for row in rows} for rows in seen] == [{version} for version in [0, *steps[:-1]]]
+    assert trainer.step.collector.stream.next == 2 * len(steps)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_validation_leaves_what_the_newest_policy_draws_alone(model, tmp_path, iterations):

@@ -90,6 +90,21 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path, name):
     assert rows(tmp_path / "cut") == expected
 
 
+@pytest.mark.parametrize(("accumulation", "per_generation", "prompts"), [(4, 2, 14), (2, 3, 9)])
+def test_so_it_is_behind_an_epochs_last_step_of_fewer_micro_batches(tmp_path, accumulation, per_generation, prompts):
+    """Of 4, 4, 4 and 2 micro-batches, a batch being two; of 2, 2, 2, 2 and 1, a batch being three. A checkpoint there
+    held the state of an older step, or an AssertionError ended the training."""
+    short = -(-prompts // accumulation)
+    settings = {"gradient_accumulation_steps": accumulation, "steps_per_generation": per_generation}
+    settings |= {"num_generations": 4, "prompts": SUMS[:prompts], "max_steps": short + 3, "logging_steps": 1}
+    settings |= {"save_steps": 1}
+    whole, asked = run(tmp_path / "whole", **settings)
+    for cut in (short, short + 1):
+        again, further = run(tmp_path / f"again_{cut}", tmp_path / f"whole/checkpoint-{cut}", **settings)
+        assert further == [each for each in asked if each[0] >= cut]
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
 @pytest.mark.slow
 def test_so_it_is_with_two_processes_on_a_cpu(tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]

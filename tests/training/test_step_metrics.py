@@ -146,10 +146,9 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         _publish=lambda step: Weights(version=step),
         _finite_rewards=lambda rows, step: None,
         weights=Weights(version=-1),
-        _batches_left=lambda step, made: 1,
     )
     with pytest.raises(StopIteration):
-        Step.batch(step, 0)
+        Step.batch(step, 0, 1)
     assert (batches[0].sampler is not None) is elsewhere
     assert forwards == ([1] if elsewhere else [])
     assert math.isfinite(comparison.metrics.tolerance) is elsewhere
