@@ -164,7 +164,6 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.dataset.max_prompt_length is not None and not v.dataset.filter_overlong_prompts,
         "no prompt is too long: filter_overlong_prompts drops them, or max_prompt_length is null",
     ),
-    Rule(("training.ds3_gather_for_generation",), lambda v: not v.training.use_vllm, "rollout.engine is vllm"),
     Rule(
         ("training.epsilon_high",),
         lambda v: v.training.loss_type in (*CLIPPED, "cispo"),

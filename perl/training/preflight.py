@@ -253,14 +253,16 @@ def check_engine(config: Config) -> None:
         require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
     if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:
         require_ray(config.rollout.ray_address, training=True)  # by the process that will ask it
-    ahead, gathers = batches_ahead(config.rollout), config.training.ds3_gather_for_generation
-    if ahead and strategy == "zero3" and not gathers:
-        flag = f"--config.rollout.{'lag' if config.rollout.lag else 'max_staleness'}"
-        raise UserError(
-            f"{flag} {ahead}: under ZeRO-3 an older policy is put into gathered weights, and"
-            " --config.training.ds3_gather_for_generation false gathers none; set that to true, or write"
-            f" {flag} 0"
-        )
+    if strategy == "zero3" and not config.training.ds3_gather_for_generation:
+        lag = f"--config.rollout.{'lag' if config.rollout.lag else 'max_staleness'}"
+        put_in = [(lag, ahead, "an older policy", 0)] if (ahead := batches_ahead(config.rollout)) else []
+        put_in += [("--config.noise_injection.enabled", "true", "noise", "false")] * config.noise_injection.enabled
+        for flag, value, what, without in put_in:
+            raise UserError(
+                f"{flag} {value}: under ZeRO-3 {what} is put into gathered weights, and"
+                " --config.training.ds3_gather_for_generation false gathers none; set that to true, or write"
+                f" {flag} {without}"
+            )
     if not config.training.use_vllm:
         return
     kind, workers = device.detect().kind, config.rollout.workers

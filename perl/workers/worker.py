@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import queue
+import re
 import signal
 import socket
 import sys
@@ -190,6 +191,9 @@ WorkerEvent = Ready | Result | Working | Restart | Failed
 """What a worker tells its parent."""
 Deliver = Callable[[WorkerEvent | None], None]
 """Takes a worker's events, in their order, from any thread; None when it is gone."""
+OF_A_RANK = re.compile(r"(TORCHELASTIC|GROUP|ROLE)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
+"""Variables by which torchrun tells a process its place among others. A worker has none of these places: with
+TORCHELASTIC_USE_AGENT_STORE an engine's own process group would wait for a server that nobody starts."""
 
 
 def run_worker(spec: WorkerSpec, connection: Connection) -> None:
@@ -200,6 +204,8 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_PARENT)
     os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of this process, not of its children
+    for name in list(filter(OF_A_RANK.fullmatch, os.environ)):
+        del os.environ[name]
     os.environ.update(spec.environment)
     inbox = Inbox(connection)
     try:

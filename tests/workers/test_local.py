@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
@@ -100,6 +101,20 @@ class Unpickled(Job):
         yield Result((str(self.seen),), Completion.failed("none"), 1)
 
 
+class Grouped(Job):
+    """A job that makes a process group of its own, as vLLM's engine does."""
+
+    def serve(self, weights, inbox):
+        import torch.distributed as dist
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", address, world_size=1, rank=0, timeout=timedelta(seconds=20))
+        yield Result((dist.get_world_size(),), Completion.failed("none"), 1)
+
+
 def unpickled():
     return Unpickled(os.environ.get("PERL_TEST_DEVICE"))
 
@@ -132,6 +147,18 @@ def test_a_job_is_unpickled_in_the_environment_of_its_worker(tmp_path: Path):
     link, events = started(Unpickled(), tmp_path, PERL_TEST_DEVICE="3")
     try:
         assert events.get(timeout=120).id == ("3",)
+    finally:
+        link.kill()
+
+
+def test_a_worker_has_no_place_among_the_processes_of_torchrun(tmp_path: Path, monkeypatch):
+    """An engine's process group was a client of a server that nobody had started, and waited half an hour for it."""
+    of_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    for name, value in of_torchrun.items():
+        monkeypatch.setenv(name, value)
+    link, events = started(Grouped(), tmp_path)
+    try:
+        assert events.get(timeout=120) == Result((1,), Completion.failed("none"), 1)
     finally:
         link.kill()
 
