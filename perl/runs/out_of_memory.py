@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from perl import device
 from perl.base.errors import RankError, RunError
 from perl.config.checks import UNMERGED
+from perl.config.derived import PASS_TOKENS, drawn_at_once
 from perl.config.load import Config
 from perl.config.peft_fields import reads_of
 from perl.engines.quantised import SCHEMES, by_size
@@ -92,8 +93,11 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         yield change("slower sampling", {"training.vllm_gpu_memory_utilization": (round(share * 0.7, 2), share)})
     if phase == "setup" and config.model.dtype == "float32":
         yield change("half the weights' memory, rounded", {"model.dtype": ("bfloat16", "float32")})
-    if rewarded and phase in ("rollout", "worker", "validation") and config.rollout.engine == "fast":
+    draws = rewarded and (phase in ("worker", "validation") or not config.rollout.workers)
+    if draws and phase in ("rollout", "worker", "validation") and config.rollout.engine == "fast":
         rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+        if phase == "worker":
+            rows = drawn_at_once(training.num_generations or 1, training.generation_batch_size or 1, config.rollout)
         most = rows * (int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512))
         bound = config.rollout.max_batch_tokens
         fewer = max(1, min(int(bound or most), most) // 2)
@@ -101,15 +105,20 @@ def changes(phase: str, config: Any) -> Iterator[str]:
     # max_new_tokens null is each task's own, which is not known here.
     if rewarded and phase == "validation" and config.validation.max_new_tokens:
         yield halved("cuts long answers", "validation.max_new_tokens", int(config.validation.max_new_tokens))
-    drawing = rewarded and phase in ("rollout", "prepare", "reward", "advantages")
-    if drawing and (parts := smaller_rollouts(training)):
+    if rewarded and phase == "rollout" and not draws:  # the trainer compares itself with what workers have drawn
+        now = training.max_tokens_per_microbatch or PASS_TOKENS
+        yield halved("same batch, slower", "training.max_tokens_per_microbatch", now)
+    if draws and phase in ("rollout", "prepare", "reward", "advantages") and (parts := smaller_rollouts(training)):
         yield change("same batch, sampled in parts", {"training.steps_per_generation": parts})
     if phase in ("old_logps", "update") and training.per_device_train_batch_size > 1:
         yield change("same batch, slower", smaller_micro_batches(training))
     if phase == "update" and not training.gradient_checkpointing:
         yield change("same result, a second forward", {"training.gradient_checkpointing": ("true", "false")})
-    draws = own_vllm and config.peft.type in UNMERGED
-    if draws and (fewer := fewer_bits(config.rollout.quantization, device.detect().kind)):
+    if (
+        own_vllm
+        and config.peft.type in UNMERGED
+        and (fewer := fewer_bits(config.rollout.quantization, device.detect().kind))
+    ):
         yield change("rounds the base that draws", {"rollout.quantization": (fewer, config.rollout.quantization)})
     if phase not in ("setup", "validation"):
         longest = "max_completion_length" if rewarded else "max_length"

@@ -42,7 +42,7 @@ from perl.adapters.none import compute_dtype
 from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
-from perl.config.derived import batches_ahead, correction_of, rows_stand
+from perl.config.derived import PASS_TOKENS, batches_ahead, correction_of, rows_stand
 from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
@@ -68,7 +68,7 @@ from perl.training.engines import Drawing, open_engine
 from perl.training.loss import masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import PASS_TOKENS, Comparison, Passes, Samplers, require_comparable
+from perl.training.passes import Comparison, Passes, Samplers, require_comparable
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step

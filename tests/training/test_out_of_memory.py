@@ -128,7 +128,8 @@ def test_a_workers_error_gets_advice_for_what_workers_hold():
     lost = "rollout: an error came back: torch.OutOfMemoryError: CUDA out of memory; checkpoint-2 is saved"
     with pytest.raises(RunError) as caught, explain_out_of_memory(config(**BATCH, rollout__workers=1)):
         raise RunError(lost)
-    advice = "Set the first of these that is enough: --config.rollout.max_batch_tokens 24576"
+    # A piece is a quarter of the 32 sequences: 8 of 1,536 tokens are 12,288, and half of that was asked for.
+    advice = "Set the first of these that is enough: --config.rollout.max_batch_tokens 6144"
     assert str(caught.value).startswith(f"{lost}. {advice}")
     vllm = {"rollout__engine": "vllm", "rollout__workers": 1}
     assert flags("worker", **BATCH, **vllm)[:2] == [
@@ -137,6 +138,13 @@ def test_a_workers_error_gets_advice_for_what_workers_hold():
     ]
     with pytest.raises(RunError, match="all is lost"), explain_out_of_memory(config()):
         raise RunError("all is lost")
+
+
+def test_a_trainer_that_draws_nothing_computes_fewer_tokens_at_once():
+    assert flags("rollout", **BATCH, rollout__workers=1)[:2] == [
+        "--config.training.max_tokens_per_microbatch 8192",
+        "--config.training.max_completion_length 512",
+    ]
 
 
 def test_errors_of_old_and_new_libraries_are_recognised():
