@@ -215,6 +215,7 @@ def job_of(
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
         quantization=rollout.quantization,
+        scores_quantised=bool(config.validation.quantized and config.validation.datasets),
         reference=full and (training.beta > 0 or config.algorithm.kl_in_reward > 0),
         **common,
     )

@@ -148,6 +148,8 @@ class Job:
     """Key of LOADED: how the base is held that the adapter is trained above; None: in weight_bytes."""
     quantization: str = "none"
     """rollout.quantization: of the copy that engine fast makes, or that vLLM holds in the place of the base."""
+    scores_quantised: bool = False
+    """validation.quantized: with workers the trainer makes a copy too, at the first validation, and keeps it."""
 
     @property
     def phases(self) -> tuple[Literal["rollout", "update"], ...]:
@@ -230,6 +232,8 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
         left = capacity - sum(item.bytes for item in table if item.phase != "update" and not item.moment)
         if job.engine == "fast" and not device.cpu and left >= CACHE_SHARE / 2 * capacity:
             table.append(Item("KV cache, kept", kv_cache(shape, job, device, free), "update"))
+    elif job.scores_quantised and job.quantization != "none":
+        table += quantised_copy(shape, job, device)
     return [item for item in [*table, *update(shape, job, device)] if item.bytes]
 
 
@@ -346,15 +350,9 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
     layer's keys and values are read out of the cache. On a CPU float32 weights are laid out again for oneDNN. Or they
     are quantised once for the whole run, on a CPU the head too."""
     if job.quantization != "none":
-        head, layers = shape.vocabulary * shape.hidden, shape.outputs - shape.vocabulary
-        scheme, largest = SCHEMES[job.quantization], shape.hidden * shape.intermediate
-        if npu.multiply_on(device.kind):
-            copy = scheme.npu_bytes(shape.linear - head, layers)
-        else:
-            copy, largest = scheme.copied_bytes(shape.linear - head, layers, head, shape.vocabulary), max(head, largest)
-        yield Item(job.quantization + COPY, copy, "both")
-        yield Item("quantising a layer", quantising_bytes(largest, scheme), "rollout", True)
-        free -= copy
+        made = list(quantised_copy(shape, job, device))
+        yield from made
+        free -= made[0].bytes
     elif device.cpu and job.sampled_bytes == 4:  # of a base in fewer bits the head
         copy = 4 * (shape.vocabulary * shape.hidden if job.loaded else shape.linear)
         yield Item("weights in oneDNN's layout", copy, "rollout")
@@ -368,6 +366,18 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
     yield Item("prefill", prefill, "rollout", True)
     logits = job.sampled * shape.vocabulary * (4 * 4 + (12 + 3 * 4 if job.truncates else 0))
     yield Item("decode step (logits)", logits + (0 if device.cpu else cache // shape.layers), "rollout", True)
+
+
+def quantised_copy(shape: Shape, job: Job, device: Device) -> Iterator[Item]:
+    """What engine fast quantises for rollouts, and while it does so a layer of it."""
+    head, layers = shape.vocabulary * shape.hidden, shape.outputs - shape.vocabulary
+    scheme, largest = SCHEMES[job.quantization], shape.hidden * shape.intermediate
+    if npu.multiply_on(device.kind):
+        copy = scheme.npu_bytes(shape.linear - head, layers)
+    else:
+        copy, largest = scheme.copied_bytes(shape.linear - head, layers, head, shape.vocabulary), max(head, largest)
+    yield Item(job.quantization + COPY, copy, "both")
+    yield Item("quantising a layer", quantising_bytes(largest, scheme), "rollout", True)
 
 
 def a_token(shape: Shape, job: Job) -> int:

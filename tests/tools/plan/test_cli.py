@@ -219,6 +219,20 @@ def test_rollouts_by_a_copy_on_an_npu(plan):
     assert split["by_quantisation"].keys() == {"as it is"}
 
 
+def test_a_trainer_that_validates_above_a_quantised_base_holds_a_copy_too(plan):
+    """With workers it draws nothing, and its copy was not counted."""
+    flags = [RECIPE, MODEL, QWEN, "--device", "910b", "--config.rollout.quantization", "int8", "--json"]
+    flags += ["--config.rollout.workers", "4", "--config.validation.quantized", "true"]
+
+    def copies(*more):
+        return [
+            item["bytes"] for item in json.loads(plan(*flags, *more))["items"] if "copy for rollouts" in item["name"]
+        ]
+
+    assert copies("--config.validation.datasets", "[]") == []
+    assert copies("--config.validation.datasets", '["gsm8k"]') == [LINEAR + 2 * OUTPUTS]
+
+
 def test_which_devices_a_quantised_base_is_enough_for(plan):
     """Qwen2.5-7B next to vLLM, whose share of 0.3 holds 14.2 GB on 64 GB, and not on 32."""
     flags = RECIPE, MODEL, QWEN, "--device", "h100", "--config.training.use_vllm", "true", "--json"
