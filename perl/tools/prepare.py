@@ -16,7 +16,7 @@ from perl.base.paths import user_path
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of
+from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of, worked_answer
 from perl.tasks.files import Row, find_files, read_rows
 
 SPLITS = ("train", "test")
@@ -153,7 +153,7 @@ def _hold_out(rows: list[tuple[Row, Problem]], wanted: int, task: Task) -> tuple
 
 
 def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) -> dict[str, Any]:
-    stored = row.get("answer") or row.get("solution") or problem.gold
+    stored = worked_answer(row, problem.source) or problem.gold
     images = {"images": [{"bytes": image, "path": None} for image in problem.images]} if problem.images else {}
     return {
         "data_source": task.data_source,
@@ -161,7 +161,7 @@ def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) ->
         **images,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problem.gold},
-        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": str(stored)},
+        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": stored},
         "answer": problem.gold,
     }
 

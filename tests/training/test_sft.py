@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from perl.__main__ import main as perl
 from perl.base.errors import RunError, Stopped, UserError
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
@@ -184,6 +185,24 @@ def test_prompts_are_those_of_the_rollouts(data):
         answered = tokenizer.encode(f"{problem['answer']} <|end|> ")
         assert row["input_ids"] == asked + answered
         assert row["labels"] == [-100] * len(asked) + answered
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "worked"),
+    [
+        ("gsm8k", {"question": "How many?", "answer": "12 and 12 are 24.\n#### 24"}, "12 and 12 are 24.\n#### 24"),
+        ("math", {"problem": "Find x.", "solution": "x is \\boxed{4}.", "answer": "4"}, "x is \\boxed{4}."),
+    ],
+)
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_prepared_file_teaches_the_worked_answer_of_its_source(tmp_path, task, row, worked, times):
+    file = write(tmp_path / "train.jsonl", [row])
+    for time in range(times):
+        prepared = tmp_path / str(time)
+        assert perl(["prepare", task, "--local_save_dir", str(prepared), "--source", str(file)]) == 0
+        file = prepared / "train.parquet"
+    (found,) = read(str(file), None, None, task, None)
+    assert found["completion"] == [{"role": "assistant", "content": worked}]
 
 
 @pytest.mark.parametrize(
