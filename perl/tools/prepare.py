@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local_save_dir", "--local_dir", required=True, help="folder to write train.parquet and test.parquet to"
     )
     parser.add_argument(
-        "--source", nargs="+", default=[], help="local files or folders to read instead of the hub; a file's name says"
-        " whether it is train or test where the task has both"
+        "--source", nargs="+", default=[], help="local files or folders to read instead of the hub; a word of a file's"
+        " name, train or test, says which it is, and has to where the task has both"
     )  # fmt: skip
     parser.add_argument(
         "--test_rows", type=int, default=256, help="rows held out as test.parquet where the task has only training"
@@ -102,8 +103,9 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
 
 
 def _split_of(file: Path, known: Sequence[str]) -> str:
-    """The split that a file's name says, or the task's only one."""
-    named = [split for split in SPLITS if split in file.stem.lower()]
+    """The split that a word of a file's name says, or the task's only one."""
+    words = re.findall("[a-z]+", file.stem.lower())  # "latest" and "contest" say nothing
+    named = [split for split in SPLITS if split in words]
     if len(named) == 1:
         return named[0]
     if len(known) == 1:
