@@ -312,6 +312,29 @@ def test_rows_of_which_nothing_to_learn_is_left_are_one_line():
         trainer_of(rows, max_length=2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "learned", "told"),
+    [
+        ({}, None, "end"),
+        ({"packing": "true"}, None, "end"),
+        ({"truncation_mode": "keep_end"}, 3, "start"),
+        ({"packing": "true", "packing_strategy": "bfd_split"}, 3, None),
+        ({"packing": "true", "packing_strategy": "wrapped"}, 3, None),
+    ],
+)
+def test_what_is_told_to_be_cut_is_what_trl_cuts(caplog, changes, learned, told):
+    """A prompt of more than 4 tokens, and 3 to learn: two words and the end."""
+    rows = [{"prompt": "1 2 3 4", "completion": "5 6"}]
+    if learned is None:
+        with pytest.raises(UserError, match=r"max_length 4: nothing to learn is left of any row"):
+            trainer_of(rows, max_length=4, **changes)
+    else:
+        made = trainer_of(rows, max_length=4, **changes).train_dataset
+        assert sum(label != -100 for row in made for label in row["labels"]) == learned
+    assert (f"max_length 4 tokens and are cut at their {told};" in caplog.text) == (told is not None)
+    assert ("are cut at their" in caplog.text) == (told is not None)
+
+
 def test_rows_that_are_cut_and_answers_without_an_end_are_told(caplog):
     rows = [*({"prompt": "so", "completion": "1"} for _ in range(3)), {"prompt": "1 " * 30, "completion": "2"}]
     with caplog.at_level("WARNING"):
