@@ -20,6 +20,14 @@ from perl.models.nf4 import is_4bit
 if TYPE_CHECKING:
     import torch
 
+OWN_FLAGS = {
+    "--adapter_mode lora": f"{FLAG}_mode continue",
+    "--adapter ": f"{FLAG} ",
+    "--dtype ": "--config.model.dtype ",
+    "--model ": "--config.model.model_name_or_path ",
+}
+"""What a training has in the place of the flags that errors of a merge name."""
+
 
 @contextlib.contextmanager
 def own_precision(model: Any, peft_config: Any, seed: int) -> Iterator[tuple[Any, Any]]:
@@ -77,7 +85,10 @@ def merge_into(model: Path, adapter: Path, output: Path, dtype: torch.dtype) -> 
         with whole_weights():
             merge_adapter(model, adapter, output, name)
     except UserError as error:
-        raise UserError(f"{FLAG}_mode merge: {error}") from error
+        told = str(error)
+        for flag, own in OWN_FLAGS.items():
+            told = told.replace(flag, own)
+        raise UserError(f"{FLAG}_mode merge: {told}") from error
 
 
 @contextlib.contextmanager
