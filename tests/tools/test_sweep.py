@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from perl import device
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.base.files import SAVING
-from perl.config.load import GRPO
+from perl.config.load import GRPO, parse
 from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
 from perl.tools.stages import HERE, StageError, Where, alone
 from perl.tools.stages import run as run_stage
@@ -159,6 +160,42 @@ def test_a_dry_run_prints_every_run_and_writes_nothing(tmp_path, capsys):
     assert found["program"] == "perl.sft"
     assert [run["values"] for run in found["runs"]] == [{"peft.r": "4"}, {"peft.r": "8"}]
     assert not output.exists()
+
+
+def test_the_runs_are_scored_with_the_prompts_that_they_are_trained_with(tmp_path, capsys):
+    """But for what --eval_flags says, and for a task of other data; runs with different prompts can't be."""
+    given = ["--config.dataset.system_prompt", "Be brief.", "--config.dataset.task", "gsm8k"]
+    given += ["--config.training.chat_template_kwargs", '{"enable_thinking": false}']
+
+    def flags(*words: str) -> list[str]:
+        assert sweep(*words, "--dry_run", "--json", "--output", str(tmp_path / "out")) == 0
+        return json.loads(capsys.readouterr().out)["evaluation"]
+
+    test = "assets/quickstart-data/test.jsonl"
+    start = ["--dataset", test, "--seed", "0", "--max_new_tokens", "24"]
+    template = ["--chat_template_kwargs", '{"enable_thinking": false}']
+    assert flags(*given) == [*start, "--system_prompt=Be brief.", *template, "--task", "gsm8k"]
+    said = ["--eval_flags", "--system_prompt So --task math"]
+    assert flags(*given, *said) == [*start, *template, "--system_prompt", "So", "--task", "math"]
+    shutil.copy(ROOT / test, tmp_path / "other.jsonl")
+    assert "--task" not in flags(*given, "--evaluate", str(tmp_path / "other.jsonl"))
+    varied = ["--vary", "dataset.system_prompt=Be brief.,Think."]
+    with pytest.raises(
+        UserError, match=r"^--vary: the runs differ in dataset\.system_prompt, and all are scored alike"
+    ):
+        flags(*varied)
+    assert flags(*varied, *said)[-4:-2] == ["--system_prompt", "So"]
+
+
+def test_the_runs_are_scored_in_the_conversations_that_they_are_trained_in():
+    config = parse(["--config.environment.tools", '["python"]', "--config.environment.max_turns", "3"]).build()
+    assert cli.evaluator_flags({"gsm8k": "gsm8k"}, [], [config, config])[-4:] == [
+        "--environment.tools", '["python"]', "--environment.max_turns", "3",
+    ]  # fmt: skip
+    said = ["--environment.tools", "[]"]
+    assert cli.evaluator_flags({"gsm8k": "gsm8k"}, said, [config, parse([]).build()])[-2:] == said
+    with pytest.raises(UserError, match=r"^--vary: the runs differ in environment, and all are scored alike"):
+        cli.evaluator_flags({"gsm8k": "gsm8k"}, [], [config, parse([]).build()])
 
 
 def test_what_belongs_to_the_training_data_is_scored_on(tmp_path):
