@@ -25,6 +25,7 @@ from perl.adapters.probe import float32_logits, probe_tokens
 from perl.base.errors import UserError, lookup
 from perl.base.files import read_json
 from perl.engines.base import DTYPES
+from perl.models.few_bits import described, fields_of
 from perl.models.folders import (
     ADAPTER_WEIGHTS,
     INDEX,
@@ -37,7 +38,6 @@ from perl.models.folders import (
     require_whole_weights,
     written_whole,
 )
-from perl.models.quantised_base import described, fields_of
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from perl.adapters.merge import load_adapter, merge_adapter, read_report, warn_of_other_base
 from perl.base.errors import UserError
 from perl.config.adapter import FLAG
+from perl.models.few_bits import is_4bit
 from perl.models.folders import content_hash, require_adapter
-from perl.models.nf4 import is_4bit
 
 if TYPE_CHECKING:
     import torch
