@@ -18,7 +18,7 @@ from perl.base.files import read_json
 from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
 from perl.config.schema import PeftConfig
 from perl.models import folders
-from perl.models.quantised_base import described, fields_of
+from perl.models.few_bits import described, fields_of
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, shard_of, whole
-from perl.models.nf4 import state_of
+from perl.models.few_bits import state_of
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""

@@ -25,6 +25,7 @@ from perl.adapters.probe import float32_logits, probe_tokens
 from perl.base.errors import UserError, lookup
 from perl.base.files import read_json
 from perl.engines.base import DTYPES
+from perl.models.few_bits import described, fields_of
 from perl.models.folders import (
     ADAPTER_WEIGHTS,
     INDEX,
@@ -37,7 +38,6 @@ from perl.models.folders import (
     require_whole_weights,
     written_whole,
 )
-from perl.models.quantised_base import described, fields_of
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ def require_floats(base: Any, model: Path) -> None:
     if fields := fields_of(base):
         raise UserError(
             f"--model {model}: is stored in {described(fields)}, and an adapter is merged into weights before they are"
-            " quantised; name the model that it was made of, or serve the adapter unmerged (--adapter_mode lora)"
+            " quantised; name the model that it was made of, or leave the adapter unmerged (--adapter_mode lora)"
         )
 
 
@@ -286,7 +286,7 @@ def measure(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[i
         if (name in tied and not together) or name not in checkpoint:
             raise UserError(
                 f"{checkpoint.folder}: the adapter changes {name}, which the base does not store by itself under that"
-                " name (tied to another weight, or fused); write --adapter_mode lora to serve it unmerged"
+                " name (tied to another weight, or fused), and can't be merged; write --adapter_mode lora"
             )
         exact = merge()
         base = checkpoint.read(name).float()
@@ -316,7 +316,7 @@ def choose_dtype(flag: str, wanted: torch.dtype, rounding_error: float) -> tuple
         note = f"{loss}: written in float32 (--adapter_mode lora serves the adapter as it is)"
         logger.warning("%s", note)
         return torch.float32, note
-    note = f"{loss}; written so because --dtype {flag} says so (float32 keeps it)"
+    note = f"{loss}; written so, as {flag} is asked for (float32 keeps it)"
     logger.warning("%s", note)
     return wanted, note
 

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any
 from perl.adapters.merge import load_adapter, merge_adapter, read_report, warn_of_other_base
 from perl.base.errors import UserError
 from perl.config.adapter import FLAG
+from perl.models.few_bits import is_4bit
 from perl.models.folders import content_hash, require_adapter
-from perl.models.nf4 import is_4bit
 
 if TYPE_CHECKING:
     import torch
+
+OWN_FLAGS = {
+    "--adapter_mode lora": f"{FLAG}_mode continue",
+    "--adapter ": f"{FLAG} ",
+    "--dtype ": "--config.model.dtype ",
+    "--model ": "--config.model.model_name_or_path ",
+}
+"""What a training has in the place of the flags that errors of a merge name."""
 
 
 @contextlib.contextmanager
@@ -77,7 +85,10 @@ def merge_into(model: Path, adapter: Path, output: Path, dtype: torch.dtype) -> 
         with whole_weights():
             merge_adapter(model, adapter, output, name)
     except UserError as error:
-        raise UserError(f"{FLAG}_mode merge: {error}") from error
+        told = str(error)
+        for flag, own in OWN_FLAGS.items():
+            told = told.replace(flag, own)
+        raise UserError(f"{FLAG}_mode merge: {told}") from error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from jsonargparse import Namespace
 
 from perl.base.errors import UserError
 from perl.base.paths import user_path
+from perl.models.adapter_files import of_changed_base
 from perl.models.folders import require_adapter
 
 FLAG = "--config.peft.adapter"
@@ -54,6 +55,11 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
         raise UserError(
             f"{FLAG} {peft.adapter}: trains more than LoRA's matrices ({', '.join(further)}), and is not trained"
             f" further; write {FLAG}_mode merge for a new adapter on top of it"
+        )
+    if changed := of_changed_base(adapter):
+        raise UserError(
+            f"{FLAG} {peft.adapter}: with {changed} PEFT changes the base's weights as it loads it, and it is not"
+            f" trained further; write {FLAG}_mode merge for a new adapter on top of it"
         )
     trained = {name: adapter.get(name) for name in OWN}
     if wrong := [f"{name} {value!r}" for name, value in trained.items() if not isinstance(value, OWN[name])]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from perl.base.errors import UserError
@@ -170,6 +171,19 @@ def check_environment(environment: EnvironmentConfig) -> None:
         raise UserError(
             f"--environment.{name}: has no effect without --environment.tools or --environment.factory; add one"
         )
+
+
+def environment_flags(group: Mapping[str, Any]) -> list[str]:
+    """The flags for a training's group `environment`, but for defaults; none where samples are one turn."""
+    if not (group.get("tools") or group.get("factory")):
+        return []
+    defaults = asdict(EnvironmentConfig())
+    return [
+        word
+        for name, value in group.items()
+        if value != defaults.get(name)
+        for word in (f"--environment.{name}", value if isinstance(value, str) else json.dumps(value))
+    ]
 
 
 def find_files(config: EvalConfig) -> tuple[EvalConfig, list[str]]:

@@ -24,6 +24,7 @@ from perl.base.errors import UserError
 from perl.engines import vllm_memory
 from perl.engines.base import Feed, resolve_dtype
 from perl.engines.sampling import validate
+from perl.models.adapter_files import of_changed_base
 from perl.models.folders import eos_token_ids, load_config, load_tokenizer, require_adapter, takes_images
 from perl.models.images import decoded
 from perl.records import Completion, Prompt
@@ -311,6 +312,8 @@ def cannot_serve(config: Mapping[str, Any]) -> str | None:
         return f"vLLM serves LoRA only, not {config.get('peft_type')}"
     if config.get("use_dora"):
         return "vLLM does not serve DoRA"
+    if changed := of_changed_base(config):
+        return f"vLLM serves adapters of the base as it is, and with {changed} PEFT changes its weights"
     if config["r"] > LORA_RANKS[-1]:
         return f"vLLM serves ranks up to {LORA_RANKS[-1]}, not {config['r']}"
     # vLLM scales all layers by the one lora_alpha / r.

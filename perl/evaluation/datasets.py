@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from perl.grading import RULES
 from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import Template
-from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
-from perl.tasks.files import read_rows
+from perl.tasks import TASKS, load_problems, problem_of_row, rows_of, worked_answer
+from perl.tasks.files import Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,19 +87,17 @@ def _examples_of_split(spec: str, count: int, task: str | None) -> list[tuple[st
             break
         problem = problem_of_row(row, where, row_task)
         if problem.question:
-            examples.append((problem.question, _worked_answer(row, problem)))
+            examples.append((problem.question, _example(row, problem)))
     if len(examples) < count:
         raise UserError(f"--few_shot {count}: the train split of {spec} holds {len(examples)} usable rows")
     return examples
 
 
-def _worked_answer(row: Mapping[str, Any], problem: Problem) -> str:
+def _example(row: Row, problem: Problem) -> str:
     """The row's own derivation where it has one, else its gold in the form that the task asks for."""
-    extra = row.get("extra_info")
-    texts = [row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, Mapping) else None]
-    longest = max((text for text in texts if isinstance(text, str)), key=len, default="")
-    if len(longest) > 2 * len(problem.gold) + 20:
-        return longest
+    text = worked_answer(row, problem.source) or ""
+    if len(text) > 2 * len(problem.gold) + 20:
+        return text
     return RULES[TASKS[problem.task].rubric.form].state(problem.gold)
 
 

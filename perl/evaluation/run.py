@@ -21,7 +21,7 @@ from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.generate import generate
-from perl.evaluation.setup import Setup, warn_of_environments, warn_of_quantization, warn_of_template
+from perl.evaluation.setup import Setup, warn_of_training
 from perl.evaluation.store import locked
 from perl.evaluation.tables import print_sweep, print_table
 from perl.evaluation.tracking import check_tracker, log_results
@@ -57,9 +57,7 @@ def evaluate(config: EvalConfig) -> Summaries:
     graded = not (talks and talks.source.rewards)
     problem_sets = load_problem_sets(config, setup.tokenizer, talks and talks.template, graded)
     folders = [candidate.adapter or setup.model for candidate in setup.candidates]
-    warn_of_environments(config, folders)
-    warn_of_quantization(config, folders)
-    warn_of_template(config, folders)
+    warn_of_training(config, folders)
     for problem_set in problem_sets:
         setup.require_rows(problem_set)
         setup.require_known(problem_set)

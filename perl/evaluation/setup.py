@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.base.provenance import text_hash
-from perl.config.evaluation import EvalConfig, vllm_options
-from perl.config.schema import EnvironmentConfig
+from perl.config.evaluation import EvalConfig, environment_flags, vllm_options
 from perl.engines.quantised import SCHEMES, lacking, require_products
 from perl.engines.vllm_quantised import linear_layers
 from perl.environments.conversation import Conversations, open_conversations
@@ -177,53 +176,57 @@ def require_quantisable(config: EvalConfig, model: Path, tokenizer: Any, kind: s
     linear_layers(model, Checkpoint(model), SCHEMES[config.quantization], flag)
 
 
-def warn_of_environments(config: EvalConfig, folders: Iterable[Path]) -> None:
-    """One line for each group `environment` that adapters or models were trained with and are scored without."""
-    if config.environment.used:
-        return
-    defaults, told = asdict(EnvironmentConfig()), set[str]()
-    for folder in folders:
-        trained = trained_with(folder, "environment")
-        if not (trained.get("tools") or trained.get("factory")):
-            continue
-        group = {name: value for name, value in trained.items() if value != defaults.get(name)}
-        flags = " ".join(
-            f"--environment.{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"
-            for name, value in group.items()
-        )
-        if flags and flags not in told:
-            told.add(flags)
-            log.warning("%s was trained in conversations, and its first turn alone is scored; write %s", folder, flags)
-
-
-def warn_of_quantization(config: EvalConfig, folders: Iterable[Path]) -> None:
-    """One line for each way in which adapters were trained above another base than they are scored with."""
+def warn_of_training(config: EvalConfig, folders: Iterable[Path]) -> None:
+    """One line for each way in which adapters or models were trained otherwise than they are scored."""
     told = set[str]()
     for folder in folders:
-        trained = trained_with(folder, "rollout").get("quantization")
-        if isinstance(trained, str) and trained not in (config.quantization, *told):
-            told.add(trained)
-            how = f"--quantization {trained}" + ("" if trained == "none" else " --use_vllm --adapter_mode lora")
-            if trained not in ("none", *device.VLLM_QUANTIZES[device.detect().kind]):
-                how = "--config.validation.quantized true in the training, as vLLM has no such products here"
-            log.warning(
-                "%s was trained with --config.rollout.quantization %s, and is scored with --quantization %s: as it drew"
-                " in training it is scored by %s",
-                folder, trained, config.quantization, how,
-            )  # fmt: skip
+        for group, differs in DIFFERS.items():
+            if (how := differs(config, trained_with(folder, group))) and how not in told:
+                told.add(how)
+                log.warning("%s was trained %s", folder, how)
 
 
-def warn_of_template(config: EvalConfig, folders: Iterable[Path]) -> None:
-    """One line for each way in which adapters or models were trained with other arguments of the chat template."""
-    told = [config.chat_template_kwargs or {}]
-    for folder in folders:
-        trained = trained_with(folder, "training").get("chat_template_kwargs")
-        if trained and trained not in told:
-            told.append(trained)
-            log.warning(
-                "%s was trained with other prompts: write --chat_template_kwargs %s",
-                folder, shlex.quote(json.dumps(trained)),
-            )  # fmt: skip
+def _in_conversations(config: EvalConfig, environment: dict[str, Any]) -> str | None:
+    flags = environment_flags(environment)
+    if config.environment.used or not flags:
+        return None
+    return f"in conversations, and its first turn alone is scored; write {shlex.join(flags)}"
+
+
+def _above_another_base(config: EvalConfig, rollout: dict[str, Any]) -> str | None:
+    trained = rollout.get("quantization")
+    if not isinstance(trained, str) or trained == config.quantization:
+        return None
+    how = f"--quantization {trained}" + ("" if trained == "none" else " --use_vllm --adapter_mode lora")
+    if trained not in ("none", *device.VLLM_QUANTIZES[device.detect().kind]):
+        how = "--config.validation.quantized true in the training, as vLLM has no such products here"
+    return (
+        f"with --config.rollout.quantization {trained}, and is scored with --quantization {config.quantization}: as it"
+        f" drew in training it is scored by {how}"
+    )
+
+
+def _by_other_arguments(config: EvalConfig, training: dict[str, Any]) -> str | None:
+    given = training.get("chat_template_kwargs")
+    if not given or given == config.chat_template_kwargs:
+        return None
+    return f"with other prompts: write --chat_template_kwargs {shlex.quote(json.dumps(given))}"
+
+
+def _after_another_system_turn(config: EvalConfig, dataset: dict[str, Any]) -> str | None:
+    text = dataset.get("system_prompt")
+    if not isinstance(text, str) or text == config.system_prompt:
+        return None
+    return f"with other prompts: write --system_prompt {shlex.quote(text)}"
+
+
+DIFFERS: dict[str, Callable[[EvalConfig, dict[str, Any]], str | None]] = {
+    "environment": _in_conversations,
+    "rollout": _above_another_base,
+    "training": _by_other_arguments,
+    "dataset": _after_another_system_turn,
+}
+"""Group of a training's configuration -> how it differs from the evaluation's, in words; None: in nothing."""
 
 
 def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob | TalkJob:

@@ -30,7 +30,7 @@ from perl.prompts import build_messages, encode
 from perl.runs import checkpoints, rundir
 from perl.runs.setup import MODEL_FLAG, PROBLEM, check_length, check_quantization, load_tokenizer, model_dtype
 from perl.runs.tracking import check_trackers
-from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
+from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split, worked_answer
 from perl.tasks.files import Row, json_mistake, require_characters
 from perl.tasks.trained import problem_hash
 
@@ -177,7 +177,7 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
     style = TASKS[problem.task].style
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
-    answer = _answer(row, where)
+    answer = worked_answer(row, where)
     if answer is None:
         raise UserError(f"{where}: no text of an answer to learn; write it into a column answer or completion")
     return {
@@ -185,15 +185,6 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
         "completion": [{"role": "assistant", "content": answer}],
         PROBLEM: problem_hash(problem),
     }
-
-
-def _answer(row: Row, where: str) -> str | None:
-    """The text of the row's answer: its worked solution where it has one, else the answer, which verl keeps in
-    extra_info."""
-    extra = _structure(row.get("extra_info"), where)
-    columns = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
-    texts = (str(value).strip() for value in columns if isinstance(value, str | int | float | Decimal))
-    return next((text for text in texts if text), None)
 
 
 def _turns(value: Any, column: str, where: str, role: str | None = None) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         tokens: Any = prepare(dataset, processing_class, whole, False, *further)
-        tell_what_is_cut(tokens, args.max_length, processing_class.eos_token_id)
+        tell_what_is_cut(tokens, args, packing, processing_class.eos_token_id)
         return prepare(tokens, processing_class, args, packing, *further)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +96,17 @@ def lengths_of(inputs: dict[str, Any]) -> list[int]:
     return inputs["cu_seq_lens_q"].diff().tolist()
 
 
-def tell_what_is_cut(rows: Dataset, max_length: int | None, eos: int | None) -> None:
-    """One line for rows that are longer than max_length, and one where no row teaches the model to stop.
+def kept(args: SFTTrainingConfig, packing: bool) -> slice:
+    """Which tokens of a row TRL keeps: packing cuts at the end alone, and its other strategies divide a long row."""
+    if args.max_length is None or (packing and args.packing_strategy != "bfd"):
+        return slice(None)
+    return (
+        slice(-args.max_length, None) if args.truncation_mode == "keep_end" and not packing else slice(args.max_length)
+    )
+
+
+def tell_what_is_cut(rows: Dataset, args: SFTTrainingConfig, packing: bool, eos: int | None) -> None:
+    """One line for rows that max_length cuts, and one where no row teaches the model to stop.
 
     Args:
         rows: whole, with `input_ids` and `labels`.
@@ -105,16 +114,16 @@ def tell_what_is_cut(rows: Dataset, max_length: int | None, eos: int | None) -> 
     Raises:
         UserError: max_length cuts all that is learned from every row.
     """
-    ids, labels = rows["input_ids"], rows["labels"]
-    if max_length is not None and (longer := [row for row in labels if len(row) > max_length]):
-        lost = sum(all(label == -100 for label in row[:max_length]) for row in longer)
+    ids, labels, part = rows["input_ids"], rows["labels"], kept(args, packing)
+    if cut := [row for row in labels if len(row[part]) < len(row)]:
+        lost = sum(all(label == -100 for label in row[part]) for row in cut)
         log.warning(
-            "%d of %d rows are longer than --config.training.max_length %d tokens and are cut at their end; of %d"
-            " nothing to learn is left", len(longer), len(ids), max_length, lost,
+            "%d of %d rows are longer than --config.training.max_length %d tokens and are cut at their %s; of %d"
+            " nothing to learn is left", len(cut), len(ids), args.max_length, "start" if part.start else "end", lost,
         )  # fmt: skip
         if lost == len(labels):
             raise UserError(
-                f"--config.training.max_length {max_length}: nothing to learn is left of any row; the longest has"
+                f"--config.training.max_length {args.max_length}: nothing to learn is left of any row; the longest has"
                 f" {max(map(len, ids))} tokens: write more"
             )
     if eos is not None and not any(eos in row for row in labels):

@@ -39,6 +39,17 @@ OWNERS = ("adapter_config.json", "tokenizer_config.json", "generation_config.jso
 """Files by which a folder is a model's or an adapter's."""
 
 
+TAKEN_OUT = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""How the texts of init_lora_weights begin with which PEFT changes the base's weights as it builds the layers."""
+
+
+def of_changed_base(config: Mapping[str, Any]) -> str | None:
+    """ "init_lora_weights pissa" of an adapter that belongs to a base which PEFT changes at its every start; None of
+    one that belongs to the base as it is."""
+    start = config.get("init_lora_weights")
+    return f"init_lora_weights {start}" if isinstance(start, str) and start.lower().startswith(TAKEN_OUT) else None
+
+
 def require_contained(config: Mapping[str, Any], where: str) -> None:
     """Raise a UserError for a field of `config`, an adapter's, that is in LEADS_OUT or that no match would end of."""
     for path, value in _fields(config):

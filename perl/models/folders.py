@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from perl.base.errors import UserError
 from perl.base.files import is_of_process, typed
 from perl.base.paths import user_path
-from perl.models import nf4
+from perl.models import few_bits
 from perl.models.adapter_files import leads_out, require_contained
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def takes_images(config: Any) -> bool:
 
 
 def load_model(
-    folder: str | Path, flag: str = "--model", *, quantization: nf4.BaseQuantisation = "none", **options: Any
+    folder: str | Path, flag: str = "--model", *, quantization: few_bits.BaseQuantisation = "none", **options: Any
 ) -> Any:
     """The causal language model in `folder`, with its vision tower if it has one, on the CPU unless `options`
     (transformers') say otherwise.
@@ -177,9 +177,9 @@ def load_model(
         quantization: nf4: its layers are quantised as they load, on the device of this process; needs the option dtype.
     """
     if quantization == "nf4":
-        options |= nf4.options(options["dtype"])
+        options |= few_bits.options(options["dtype"])
     model = _load(_loader(load_config(folder, flag)), folder, flag, **options)
-    nf4.keep_packing(model)
+    few_bits.keep_packing(model)
     return model
 
 

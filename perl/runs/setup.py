@@ -24,9 +24,9 @@ from perl.base.paths import user_path
 from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.models import folders
+from perl.models.few_bits import require_bitsandbytes
 from perl.models.folders import resolve_model
 from perl.models.images import fitted, has_images, load_processing, tokenizer_of
-from perl.models.nf4 import require_bitsandbytes
 from perl.prompts import (
     PromptStyle,
     build_messages,

@@ -22,7 +22,7 @@ from perl.tasks.files import SUFFIXES, Row, find_files, read_rows, require_chara
 from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.reasoning_gym import is_generated
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
-from perl.tasks.schemas import SCHEMAS, Fields, asked_form, gold_text, read_fields
+from perl.tasks.schemas import SCHEMAS, Fields, asked_form, gold_text, read_fields, worked_answer
 
 __all__ = [
     "HUBS",
@@ -34,6 +34,7 @@ __all__ = [
     "problem_of_row",
     "rows_of",
     "training_split",
+    "worked_answer",
 ]
 
 logger = logging.getLogger(__name__)

@@ -95,6 +95,15 @@ def asked_form(prompt: str) -> str | None:
     return next((form for form in ("####", "Answer:", "\\boxed") if form in prompt), None)
 
 
+def worked_answer(row: Row, where: str) -> str | None:
+    """The longest text that the row has of its answer: the worked one where it has one, which verl keeps in extra_info,
+    else the bare answer; None where it has neither."""
+    extra = _structure(row.get("extra_info"), where)
+    columns = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
+    texts = (str(value).strip() for value in columns if isinstance(value, str | int | float | Decimal))
+    return max(texts, key=len, default="") or None
+
+
 def _structure(value: Any, where: str) -> Any:
     """A column that holds messages or a mapping; csv stores it as json text. A UserError for json of numbers too long,
     or brackets too deep, to be read."""

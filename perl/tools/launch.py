@@ -62,11 +62,6 @@ def plan(argv: list[str]) -> dict[str, str]:
     }
 
 
-def start_environment(kind: device.Kind, processes: int) -> dict[str, str]:
-    """What the processes of a training are started with, over the user's own environment."""
-    return device.start_environment(kind) | visible_device(kind, processes)
-
-
 def visible_device(kind: device.Kind, processes: int) -> dict[str, str]:
     """What shows a single process a single device, and its workers the others; empty where nothing is to be hidden."""
     variable = device.VISIBILITY_VARIABLE[kind]
@@ -133,7 +128,8 @@ def main() -> None:
     with report_errors():
         planned = plan(sys.argv[1:])
         lines = [f"{name}={shlex.quote(value)}\n" for name, value in planned.items()]
-        started_with = start_environment(device.detect().kind, int(planned["NUM_PROCESSES"]))
+        kind, processes = device.detect().kind, int(planned["NUM_PROCESSES"])
+        started_with = device.start_environment(kind) | visible_device(kind, processes)
         lines += [f"export {name}={shlex.quote(value)}\n" for name, value in started_with.items()]
         with os.fdopen(STDOUT, "w", errors="surrogateescape", closefd=False) as stdout:
             stdout.writelines(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from perl.base.paths import user_path
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of
+from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of, worked_answer
 from perl.tasks.files import Row, find_files, read_rows
 
 SPLITS = ("train", "test")
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local_save_dir", "--local_dir", required=True, help="folder to write train.parquet and test.parquet to"
     )
     parser.add_argument(
-        "--source", nargs="+", default=[], help="local files or folders to read instead of the hub; a file's name says"
-        " whether it is train or test where the task has both"
+        "--source", nargs="+", default=[], help="local files or folders to read instead of the hub; a word of a file's"
+        " name, train or test, says which it is, and has to where the task has both"
     )  # fmt: skip
     parser.add_argument(
         "--test_rows", type=int, default=256, help="rows held out as test.parquet where the task has only training"
@@ -102,8 +103,9 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
 
 
 def _split_of(file: Path, known: Sequence[str]) -> str:
-    """The split that a file's name says, or the task's only one."""
-    named = [split for split in SPLITS if split in file.stem.lower()]
+    """The split that a word of a file's name says, or the task's only one."""
+    words = re.findall("[a-z]+", file.stem.lower())  # "latest" and "contest" say nothing
+    named = [split for split in SPLITS if split in words]
     if len(named) == 1:
         return named[0]
     if len(known) == 1:
@@ -153,7 +155,7 @@ def _hold_out(rows: list[tuple[Row, Problem]], wanted: int, task: Task) -> tuple
 
 
 def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) -> dict[str, Any]:
-    stored = row.get("answer") or row.get("solution") or problem.gold
+    stored = worked_answer(row, problem.source) or problem.gold
     images = {"images": [{"bytes": image, "path": None} for image in problem.images]} if problem.images else {}
     return {
         "data_source": task.data_source,
@@ -161,7 +163,7 @@ def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) ->
         **images,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problem.gold},
-        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": str(stored)},
+        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": stored},
         "answer": problem.gold,
     }
 

@@ -129,17 +129,22 @@ def evaluate(
         flags["dataset"] = ",".join(map(str, (how.held_out, *more)))
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         commands[folder / f"{name}.log"] = [*command, *words, "--result_dir", str(folder / name)]
-    with console.status("evaluating"):
-        apart = how.engine == "vllm" and device.detect().kind != "cpu"
-        for together in [{log: command} for log, command in commands.items()] if apart else [commands]:
-            codes = run_at_once(together, "evaluation", where, (0, EXIT_NOT_ALL_GENERATED))
-            for log in [log for log, code in codes.items() if code]:
-                console.print(f"      rows without a completion count as wrong; read {log}", soft_wrap=True)
+    run_evaluations(commands, console, where, apart=how.engine == "vllm" and device.detect().kind != "cpu")
     scores = read_scores(how, folder)
     shown = [f"avg@{how.sampled.n} {scores.sampled}", f"greedy {scores.greedy}"]
     shown += [f"{name} greedy {score}" for name, score in scores.more.items()]
     console.print("      " + "  ".join(shown), highlight=False, markup=False, soft_wrap=True)
     return scores
+
+
+def run_evaluations(commands: Mapping[Path, Sequence[str]], console: Console, where: Where, *, apart: bool) -> None:
+    """Run commands of perl/eval.py, each with its log: at the same time, or `apart`, one after the other. Rows without
+    a completion count as wrong, and a line says so. Raises a StageError where one fails otherwise."""
+    with console.status("evaluating"):
+        for together in [{log: command} for log, command in commands.items()] if apart else [commands]:
+            codes = run_at_once(together, "evaluation", where, (0, EXIT_NOT_ALL_GENERATED))
+            for log in [log for log, code in codes.items() if code]:
+                console.print(f"      rows without a completion count as wrong; read {log}", soft_wrap=True)
 
 
 def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console: Console, where: Where = HERE) -> Path:

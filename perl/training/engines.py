@@ -23,9 +23,9 @@ from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_copy import TorchCopy
 from perl.engines.torch_policy import TorchPolicyEngine
+from perl.models.few_bits import is_4bit
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
-from perl.models.nf4 import is_4bit
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
 from perl.workers.conversations import Talks, absolute, hashes_of

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter, read_report, warn_of_other_base
+from perl.adapters.start import merge_into
 from perl.base.errors import UserError
 from perl.models.folders import Checkpoint, content_hash, resolve_model
 from perl.tools import merge
@@ -164,7 +165,22 @@ def test_the_asked_dtype_is_written_even_when_it_loses(base, tmp_path, caplog):
     report = merge_adapter(base, adapter, tmp_path / "out", "bfloat16")
     assert report.dtype == "bfloat16"
     assert report.rounding_error > 0.1
-    assert "because --dtype bfloat16 says so" in report.note
+    assert "as bfloat16 is asked for" in report.note
+
+
+@pytest.mark.parametrize(
+    ("std", "says"),
+    [
+        (2e-6, "write --config.model.dtype float32, or --config.peft.adapter_mode continue"),
+        (0.0, "merge: --config.peft.adapter {adapter}: changes nothing"),
+    ],
+)
+def test_what_cannot_be_merged_is_told_in_the_flags_of_a_training(base, tmp_path, std, says):
+    adapter = make_adapter(tmp_path / "adapter", base, std=std)
+    with pytest.raises(UserError) as error:
+        merge_into(base, adapter, tmp_path / "out", torch.bfloat16)
+    assert says.format(adapter=adapter) in str(error.value)
+    assert "--adapter_mode lora" not in str(error.value)
 
 
 def test_a_sharded_base_gives_the_same_shards(tmp_path):

@@ -21,6 +21,7 @@ from perl.config.load import parse
 from perl.config.peft_fields import READS, reads_of
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.vllm import cannot_serve
+from perl.models.folders import require_adapter
 from perl.noise.injector import NoiseInjector
 from perl.runs.adapter_trainer import AllocateRanks
 from perl.tools.plan.inputs import shape_of
@@ -205,6 +206,19 @@ def test_an_adapter_that_trains_more_than_its_matrices_is_merged_and_not_trained
         parse(["--config.peft.adapter", str(tmp_path)])
     words = ["--config.peft.adapter", str(tmp_path), "--config.peft.adapter_mode", "merge"]
     assert parse(words).values.peft.adapter_mode == "merge"
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_for_which_peft_changes_the_base_is_merged_alone(start, tmp_path):
+    """W - s B0 A0 + s B A, where a LoRA on the base is W + s B A."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start))
+    model.save_pretrained(tmp_path)
+    assert f"with init_lora_weights {start} PEFT changes its weights" in (cannot_serve(require_adapter(tmp_path)) or "")
+    words = ["--config.peft.adapter", str(tmp_path)]
+    with pytest.raises(UserError, match=rf"with init_lora_weights {start} PEFT changes .*; write .*_mode merge"):
+        parse(words)
+    assert parse([*words, "--config.peft.adapter_mode", "merge"]).values.peft.adapter_mode == "merge"
+    assert cannot_serve({"peft_type": "LORA", "r": 4, "init_lora_weights": "gaussian"}) is None
 
 
 def test_lora_is_trained_further_as_lora_fa_if_asked(tmp_path):

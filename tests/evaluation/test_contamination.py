@@ -10,7 +10,7 @@ import pytest
 from perl.config.schema import EnvironmentConfig
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import warn_of_environments, warn_of_template
+from perl.evaluation.setup import warn_of_training
 from perl.tasks.trained import TRAINED_PROBLEMS
 from perl.training.grpo import train
 
@@ -84,14 +84,29 @@ def test_the_evaluation_says_what_the_chat_template_was_given_in_training(config
         group = {"training": {"chat_template_kwargs": given}}
         (tmp_path / name / "config.yaml").write_text(json.dumps(group))
     folders = [tmp_path / "run/adapter", tmp_path / "run/checkpoint-3", tmp_path / "plain/adapter", tmp_path / "none"]
-    warn_of_template(config, folders)
+    warn_of_training(config, folders)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == (
         f"{tmp_path}/run/adapter was trained with other prompts: write"
         """ --chat_template_kwargs '{"enable_thinking": false}'"""
     )
-    warn_of_template(replace(config, chat_template_kwargs={"enable_thinking": False}), folders)
+    warn_of_training(replace(config, chat_template_kwargs={"enable_thinking": False}), folders)
     assert len(caplog.records) == 1
+
+
+def test_the_evaluation_says_what_system_prompt_stood_in_training(config, tmp_path, caplog):
+    for name, text in (("run", "It's sums."), ("plain", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps({"dataset": {"system_prompt": text}}))
+    folders = [tmp_path / "run/adapter", tmp_path / "run/checkpoint-3", tmp_path / "plain/adapter", tmp_path / "none"]
+    warn_of_training(replace(config, system_prompt="It's sums."), folders)
+    assert not caplog.records
+    warn_of_training(config, folders)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        f"{tmp_path}/run/adapter was trained with other prompts: write --system_prompt"
+        """ 'It'"'"'s sums.'"""
+    )
 
 
 def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config, tmp_path, caplog):
@@ -102,11 +117,11 @@ def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(json.dumps({"environment": environment}))
     folders = [tmp_path / "run/adapter", tmp_path / "run/checkpoint-3", tmp_path / "plain/adapter", tmp_path / "none"]
-    warn_of_environments(config, folders)
+    warn_of_training(config, folders)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == (
         f"{tmp_path}/run/adapter was trained in conversations, and its first turn alone is scored; write"
         """ --environment.tools '["python", "own tools.py:add"]' --environment.max_turns 4"""
     )
-    warn_of_environments(replace(config, environment=EnvironmentConfig(tools=["python"])), folders)
+    warn_of_training(replace(config, environment=EnvironmentConfig(tools=["python"])), folders)
     assert len(caplog.records) == 1

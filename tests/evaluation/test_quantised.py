@@ -23,7 +23,7 @@ from perl.engines.quantised import LARGEST, SCHEMES, quantise_groups, quantise_r
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.compare import compare
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import Setup, warn_of_quantization
+from perl.evaluation.setup import Setup, warn_of_training
 from perl.evaluation.tracking import table_rows, values
 from perl.evaluation.weights import weights_of
 from perl.models.folders import load_model
@@ -162,7 +162,7 @@ def test_one_line_tells_of_an_adapter_that_was_trained_above_another_base(settin
 
     def said(quantization: Any) -> list[str]:
         caplog.clear()
-        warn_of_quantization(replace(settings, quantization=quantization), folders)
+        warn_of_training(replace(settings, quantization=quantization), folders)
         return [record.getMessage() for record in caplog.records]
 
     assert said("none") == [

@@ -150,10 +150,23 @@ def test_a_bench_is_a_test_set(tmp_path):
     assert (problem.task, problem.gold) == ("aime24", "25")
 
 
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("latest", "train"), ("contest_2", "train"), ("dapo-train-00000-of-00001", "train"), ("Test2", "test")],
+)
+def test_a_whole_word_of_a_files_name_says_its_split(tmp_path, name, split):
+    source = write(tmp_path / f"{name}.jsonl", [dapo_row("Find 1.", "1")])
+    assert run("dapo-math", "--local_save_dir", str(tmp_path / "out"), "--source", source) == 0
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [f"{split}.parquet"]
+
+
 def test_mistakes(tmp_path):
     unnamed = write(tmp_path / "rows.jsonl", [gsm8k_row(1)])
     with pytest.raises(UserError, match="the name must say train or test"):
         run("gsm8k", "--local_save_dir", str(tmp_path), "--source", unnamed)
+    with pytest.raises(UserError, match="the name must say train or test"):
+        run("gsm8k", "--local_save_dir", str(tmp_path), "--source", write(tmp_path / "contest.jsonl", [gsm8k_row(1)]))
+    (tmp_path / "contest.jsonl").unlink()
     with pytest.raises(UserError, match="no file of split 'train'; splits there: rows"):
         run("gsm8k", "--local_save_dir", str(tmp_path), "--source", str(tmp_path))
     with pytest.raises(UserError, match="unknown task 'gsm'"):

@@ -6,12 +6,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ from perl import device
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.base.files import SAVING
-from perl.config.load import GRPO
+from perl.config.load import GRPO, parse
 from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
-from perl.tools.stages import HERE, StageError, alone
+from perl.tools.stages import HERE, StageError, Where, alone
+from perl.tools.stages import run as run_stage
 from perl.tools.sweep import cli, work
 from perl.tools.sweep.grid import check, folder_of, make_grid, read_vary, slug, split_values
+from tests.tiny import save_tiny
 from tests.tools.test_stages import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +162,42 @@ def test_a_dry_run_prints_every_run_and_writes_nothing(tmp_path, capsys):
     assert not output.exists()
 
 
+def test_the_runs_are_scored_with_the_prompts_that_they_are_trained_with(tmp_path, capsys):
+    """But for what --eval_flags says, and for a task of other data; runs with different prompts can't be."""
+    given = ["--config.dataset.system_prompt", "Be brief.", "--config.dataset.task", "gsm8k"]
+    given += ["--config.training.chat_template_kwargs", '{"enable_thinking": false}']
+
+    def flags(*words: str) -> list[str]:
+        assert sweep(*words, "--dry_run", "--json", "--output", str(tmp_path / "out")) == 0
+        return json.loads(capsys.readouterr().out)["evaluation"]
+
+    test = "assets/quickstart-data/test.jsonl"
+    start = ["--dataset", test, "--seed", "0", "--max_new_tokens", "24"]
+    template = ["--chat_template_kwargs", '{"enable_thinking": false}']
+    assert flags(*given) == [*start, "--system_prompt=Be brief.", *template, "--task", "gsm8k"]
+    said = ["--eval_flags", "--system_prompt So --task math"]
+    assert flags(*given, *said) == [*start, *template, "--system_prompt", "So", "--task", "math"]
+    shutil.copy(ROOT / test, tmp_path / "other.jsonl")
+    assert "--task" not in flags(*given, "--evaluate", str(tmp_path / "other.jsonl"))
+    varied = ["--vary", "dataset.system_prompt=Be brief.,Think."]
+    with pytest.raises(
+        UserError, match=r"^--vary: the runs differ in dataset\.system_prompt, and all are scored alike"
+    ):
+        flags(*varied)
+    assert flags(*varied, *said)[-4:-2] == ["--system_prompt", "So"]
+
+
+def test_the_runs_are_scored_in_the_conversations_that_they_are_trained_in():
+    config = parse(["--config.environment.tools", '["python"]', "--config.environment.max_turns", "3"]).build()
+    assert cli.evaluator_flags({"gsm8k": "gsm8k"}, [], [config, config])[-4:] == [
+        "--environment.tools", '["python"]', "--environment.max_turns", "3",
+    ]  # fmt: skip
+    said = ["--environment.tools", "[]"]
+    assert cli.evaluator_flags({"gsm8k": "gsm8k"}, said, [config, parse([]).build()])[-2:] == said
+    with pytest.raises(UserError, match=r"^--vary: the runs differ in environment, and all are scored alike"):
+        cli.evaluator_flags({"gsm8k": "gsm8k"}, [], [config, parse([]).build()])
+
+
 def test_what_belongs_to_the_training_data_is_scored_on(tmp_path):
     for name in ("train.jsonl", "test.jsonl", "alone.parquet"):
         (tmp_path / name).touch()
@@ -190,9 +229,11 @@ def test_a_folder_takes_more_values_and_seeds_but_no_other_settings(tmp_path):
         cli.check_output(tmp_path / "mine", settings)
 
 
-def shop(console: Console) -> work.Workshop:
+def shop(
+    console: Console, kind: device.Kind = "cpu", evaluator: Sequence[str] = (), where: Where = HERE
+) -> work.Workshop:
     return work.Workshop(
-        program="perl.train", argv=lambda run: [], processes=1, kind="cpu", evaluator=[], n=2, where=HERE,
+        program="perl.train", argv=lambda run: [], processes=1, kind=kind, evaluator=evaluator, n=2, where=where,
         console=console,
     )  # fmt: skip
 
@@ -243,6 +284,20 @@ def test_a_training_that_ended_is_not_repeated_for_its_score(tmp_path, monkeypat
     assert work.trained_flags(run) == ["--model", str(run.train / "model")]
 
 
+@pytest.mark.slow
+def test_a_base_is_scored_greedily_too_where_a_row_has_no_completion(tmp_path, capsys):
+    """One after the other, as on an accelerator: perl/eval.py ends with exit code 3 each time."""
+    model = save_tiny(tmp_path / "model", scale=8.0)
+    rows = [{"question": "1 + 1 " * count, "answer": "#### 2"} for count in (1, 5000)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--dataset", str(tmp_path / "test.jsonl"), "--max_new_tokens", "4"]
+    work.score(shop(Console(width=200), "cuda", words), ["--model", str(model)], tmp_path / "base")
+    for kind, samples in (("sampled", 4), ("greedy", 2)):
+        summary = json.loads((tmp_path / "base" / kind / "test" / "summary.json").read_text())
+        assert (summary["samples"], summary["not_generated"]) == (samples, samples // 2)
+    assert capsys.readouterr().out.count("rows without a completion count as wrong; read") == 2
+
+
 def test_the_last_lines_of_a_failed_stage_are_shown_without_secrets(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     code = "print('first'); [print(i) for i in range(9)]; print('hf_abcdefghijklmnop'); raise SystemExit(3)"
@@ -251,7 +306,7 @@ def test_the_last_lines_of_a_failed_stage_are_shown_without_secrets(tmp_path, mo
         pytest.raises(StageError, match="training ended with exit code 3"),
         work.explained(shop(Console(width=200)), log),
     ):
-        work.run_stage([sys.executable, "-c", code], log, "training")
+        run_stage([sys.executable, "-c", code], log, "training")
     shown = capsys.readouterr().out.split()
     assert shown == ["5", "6", "7", "8", "<secret>"]
 
@@ -413,3 +468,12 @@ def test_the_trainings_of_a_sweep_start_with_the_launch_scripts_variables(monkey
     where = work.surroundings("npu", 2, 3)
     assert where.variables["HCCL_CONNECT_TIMEOUT"] == "1200"
     assert where.variables["PERL_NUM_PROCESSES"] == "2"
+
+
+def test_one_device_is_shown_to_a_training_of_one_process_and_all_to_the_evaluator(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(device, "detect", lambda: device.Devices("cuda", 3))
+    where = work.surroundings("cuda", 1, 3)
+    assert "CUDA_VISIBLE_DEVICES" not in where.variables
+    variables = shop(Console(quiet=True), "cuda", where=where).where_trained.variables
+    assert (variables["CUDA_VISIBLE_DEVICES"], variables[device.HIDDEN_DEVICES]) == ("4", "5,6")

@@ -12,8 +12,8 @@ from perl.adapters.delivery import base_digest
 from perl.adapters.start import continued
 from perl.base.errors import UserError
 from perl.finetuning.sft import fine_tune
+from perl.models.few_bits import require_bitsandbytes, state_of
 from perl.models.folders import load_model
-from perl.models.nf4 import require_bitsandbytes, state_of
 from perl.training.grpo import train
 from tests.tiny import save_tiny
 from tests.trainers import SUMS, draw, make_trainer, move_adapter

@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from perl.__main__ import main as perl
 from perl.base.errors import RunError, Stopped, UserError
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
@@ -187,6 +188,24 @@ def test_prompts_are_those_of_the_rollouts(data):
 
 
 @pytest.mark.parametrize(
+    ("task", "row", "worked"),
+    [
+        ("gsm8k", {"question": "How many?", "answer": "12 and 12 are 24.\n#### 24"}, "12 and 12 are 24.\n#### 24"),
+        ("math", {"problem": "Find x.", "solution": "x is \\boxed{4}.", "answer": "4"}, "x is \\boxed{4}."),
+    ],
+)
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_prepared_file_teaches_the_worked_answer_of_its_source(tmp_path, task, row, worked, times):
+    file = write(tmp_path / "train.jsonl", [row])
+    for time in range(times):
+        prepared = tmp_path / str(time)
+        assert perl(["prepare", task, "--local_save_dir", str(prepared), "--source", str(file)]) == 0
+        file = prepared / "train.parquet"
+    (found,) = read(str(file), None, None, task, None)
+    assert found["completion"] == [{"role": "assistant", "content": worked}]
+
+
+@pytest.mark.parametrize(
     "row",
     [
         {"prompt": "What is 1 + 2 ?", "completion": "3"},
@@ -291,6 +310,29 @@ def test_rows_of_which_nothing_to_learn_is_left_are_one_line():
         UserError, match=r"max_length 2: nothing to learn is left of any row; the longest has \d+ tokens"
     ):
         trainer_of(rows, max_length=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "learned", "told"),
+    [
+        ({}, None, "end"),
+        ({"packing": "true"}, None, "end"),
+        ({"truncation_mode": "keep_end"}, 3, "start"),
+        ({"packing": "true", "packing_strategy": "bfd_split"}, 3, None),
+        ({"packing": "true", "packing_strategy": "wrapped"}, 3, None),
+    ],
+)
+def test_what_is_told_to_be_cut_is_what_trl_cuts(caplog, changes, learned, told):
+    """A prompt of more than 4 tokens, and 3 to learn: two words and the end."""
+    rows = [{"prompt": "1 2 3 4", "completion": "5 6"}]
+    if learned is None:
+        with pytest.raises(UserError, match=r"max_length 4: nothing to learn is left of any row"):
+            trainer_of(rows, max_length=4, **changes)
+    else:
+        made = trainer_of(rows, max_length=4, **changes).train_dataset
+        assert sum(label != -100 for row in made for label in row["labels"]) == learned
+    assert (f"max_length 4 tokens and are cut at their {told};" in caplog.text) == (told is not None)
+    assert ("are cut at their" in caplog.text) == (told is not None)
 
 
 def test_rows_that_are_cut_and_answers_without_an_end_are_told(caplog):

@@ -20,9 +20,8 @@ from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.engines.quantised_base import check_drawn
+from perl.models.few_bits import FIELDS, bits_of, described, fields_of
 from perl.models.folders import from_hub, reason_of, require_sizes
-from perl.models.nf4 import FIELDS
-from perl.models.quantised_base import bits_of, described, fields_of
 from perl.tools.launch import CONFIGS, accelerate_file
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_weights, worker_items
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from perl.base.errors import UserError
 from perl.base.files import read_json, write_json
 from perl.base.paths import user_path
 from perl.base.redact import redact
-from perl.config.evaluation import EvalConfig
+from perl.config.evaluation import EvalConfig, environment_flags
 from perl.config.evaluation import parse as parse_evaluation
 from perl.config.files import look_for
 from perl.config.load import Config
@@ -143,8 +143,9 @@ def read_command(args: Any) -> Sweep:
     devices = device.detect()
     checked = check(grid, devices)
     accelerate_config(devices.kind, checked.processes)
-    datasets = evaluated(args.evaluate, checked.configs, further)
-    evaluator = evaluator_flags(datasets, args.eval_flags, checked.configs)
+    datasets = scored_on(args.evaluate, checked.configs[0])
+    evaluator = evaluator_flags(datasets, further, checked.configs)
+    require_problems(parse_evaluation(["--model", "base", *evaluator]))
     settings = {
         "vary": list(grid.vary),
         "evaluation": {"flags": evaluator, "n": int(args.n)},
@@ -197,36 +198,37 @@ def say(console: Console, text: str) -> None:
 # What is scored
 
 
-def evaluated(
-    given: Sequence[str] | None, configs: Sequence[Config | SFTRunConfig], further: EvalConfig
-) -> dict[str, str]:
-    """The datasets that the runs are scored on, by the names of their folders.
-
-    Raises:
-        UserError: one cannot be read, or none is named and none belongs to the training data.
-    """
-    specs = [name.strip() for text in given or () for name in text.split(",") if name.strip()] or recipe_datasets(
-        configs[0]
-    )
-    if not specs:
+def scored_on(given: Sequence[str] | None, config: Config | SFTRunConfig) -> dict[str, str]:
+    """The datasets that the runs are scored on, by the names of their folders. A UserError where none is named and none
+    belongs to the training data."""
+    specs = [name.strip() for text in given or () for name in text.split(",") if name.strip()]
+    if not (specs := specs or recipe_datasets(config)):
         raise UserError(
             "--evaluate: the recipe names no validation.datasets, and its training data has no test split of its own;"
             " name what to score on, such as gsm8k or data/test.jsonl"
         )
-    datasets = named(specs, "--evaluate", "score on one of them alone")
-    for spec in datasets.values():
+    return named(specs, "--evaluate", "score on one of them alone")
+
+
+def require_problems(evaluation: EvalConfig) -> None:
+    """Raise a UserError for a dataset that can't be read."""
+    graded = evaluation.environment.factory is None  # one that gives no reward, the evaluator refuses
+    for spec in evaluation.datasets:
         try:
-            graded = further.environment.factory is None  # one that gives no reward, the evaluator refuses
-            load_problems(spec, further.split, further.max_samples, further.task, graded)
+            load_problems(spec, evaluation.split, evaluation.max_samples, evaluation.task, graded)
         except UserError as error:
             raise UserError(f"--evaluate {error}") from error
-    return datasets
 
 
 def recipe_datasets(config: Config | SFTRunConfig) -> list[str]:
     """validation.datasets, else what belongs to the training data: nothing that is trained on."""
     if isinstance(config, Config) and config.validation.datasets:
         return list(config.validation.datasets)
+    return beside(config)
+
+
+def beside(config: Config | SFTRunConfig) -> list[str]:
+    """What belongs to the training data."""
     return [dataset for name in data_sets(config.dataset.dataset_name_or_path) if (dataset := held_out(name))]
 
 
@@ -243,28 +245,59 @@ def held_out(dataset: str) -> str | None:
     return None
 
 
-def evaluator_flags(datasets: Mapping[str, str], further: str, configs: Sequence[Config | SFTRunConfig]) -> list[str]:
-    """Flags of perl/eval.py that all evaluations have. Completions may be as long as in training, unless `further` says
-    otherwise; the same seed for all, so that equal models have equal scores."""
-    words = shlex.split(further)
+def evaluator_flags(
+    datasets: Mapping[str, str], further: Sequence[str], configs: Sequence[Config | SFTRunConfig]
+) -> list[str]:
+    """Flags of perl/eval.py that all evaluations have: the same seed, so that equal models have equal scores, and,
+    where `further` does not say otherwise, completions as long as in training and the prompts that are trained.
+
+    Raises:
+        UserError: the trainings' prompts differ.
+    """
     lengths = [config.training.max_completion_length for config in configs if isinstance(config, Config)]
     longest = max((length for length in lengths if length), default=None)
     flags = ["--dataset", ",".join(datasets.values()), "--seed", "0"]
-    if longest and not any(word.startswith("--max_new_tokens") for word in words):
-        flags += ["--max_new_tokens", str(longest)]
-    return [*flags, *words]
+    length = {"max_new_tokens": ["--max_new_tokens", str(longest)] if longest else []}
+    own = {*datasets.values()} <= {*beside(configs[0])}
+    trained = [length | asked(config, own) for config in configs]
+    for name, words in trained[0].items():
+        flag = f"--{name.rpartition('.')[2]}"
+        if any(word.startswith(flag) for word in further):
+            continue
+        if any(each[name] != words for each in trained):
+            raise UserError(
+                f"--vary: the runs differ in {name}, and all are scored alike; write how in --eval_flags ({flag} …)"
+            )
+        flags += words
+    return [*flags, *further]
 
 
-def read_eval_flags(further: str) -> EvalConfig:
+def asked(config: Config | SFTRunConfig, own: bool) -> dict[str, list[str]]:
+    """Field of a training, or group, that makes its prompts -> the evaluator's flags that make the same ones.
+
+    Args:
+        own: it is scored on what belongs to its data, and so is of the same task.
+    """
+    data, given = config.dataset, getattr(config.training, "chat_template_kwargs", None)
+    return {
+        "dataset.system_prompt": [] if data.system_prompt is None else [f"--system_prompt={data.system_prompt}"],
+        "training.chat_template_kwargs": ["--chat_template_kwargs", json.dumps(given)] if given else [],
+        "dataset.task": ["--task", data.task] if own and data.task else [],
+        "environment": environment_flags(asdict(config.environment)) if isinstance(config, Config) else [],
+    }
+
+
+def read_eval_flags(text: str) -> list[str]:
     """--eval_flags. A UserError for flags that perl/eval.py does not know, or that the sweep sets itself."""
     try:
-        words = shlex.split(further)
+        words = shlex.split(text)
         for name in SET_EVAL_FLAGS:
             if any(word.partition("=")[0] == f"--{name}" for word in words):
                 raise UserError(f"--{name}: the sweep sets it; leave it out")
-        return parse_evaluation(["--model", "base", "--dataset", "any", *words])
+        parse_evaluation(["--model", "base", "--dataset", "any", *words])
     except (UserError, ValueError) as error:
         raise UserError(f"--eval_flags {error}") from error
+    return words
 
 
 # The folder

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,9 +18,8 @@ from rich.console import Console
 from perl import device
 from perl.base.redact import hide
 from perl.reports.methods import GREEDY, SAMPLED, Run
-from perl.tools.launch import accelerate_config, start_environment
-from perl.tools.stages import ROOT, SHOWN_STEPS, StageError, Where, finish, run_at_once, start
-from perl.tools.stages import run as run_stage
+from perl.tools.launch import accelerate_config, visible_device
+from perl.tools.stages import ROOT, SHOWN_STEPS, StageError, Where, finish, run_evaluations, start
 
 STEP = re.compile(r"step (\d+)/(\d+) ")
 LAST_LINES = 5
@@ -41,7 +40,14 @@ class Workshop:
     """Flags of perl/eval.py but for the model, --n, --temperature and --result_dir."""
     n: int
     where: Where
+    """Of trainings and evaluations."""
     console: Console
+
+    @property
+    def where_trained(self) -> Where:
+        """A training of one process sees one device, and its workers the others."""
+        hidden = visible_device(self.kind, self.processes)
+        return replace(self.where, variables={**self.where.variables, **hidden})
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -90,7 +96,7 @@ def train(shop: Workshop, run: Run) -> None:
     command += ["--config_file", accelerate_config(shop.kind, shop.processes), "--num_processes", str(shop.processes)]
     command += ["-m", shop.program, *flags, "--config.training.output_dir", str(run.train)]
     log = run.folder / "train.log"
-    stage = start(command, log, pipe=True, append=True, where=shop.where)
+    stage = start(command, log, pipe=True, append=True, where=shop.where_trained)
     with stage as process, log.open("a", encoding="utf-8") as file:
         assert process.stdout is not None
         for line in process.stdout:
@@ -121,14 +127,8 @@ def score(shop: Workshop, model: Sequence[str], folder: Path) -> None:
         folder / f"{kind}.log": [*evaluator, "--n", n, "--temperature", heat, "--result_dir", str(folder / kind)]
         for kind, n, heat in ((SAMPLED, str(shop.n), "1.0"), (GREEDY, "1", "0.0"))
     }
-    with shop.console.status("evaluating"):
-        if shop.kind == "cpu":
-            with explained(shop, *commands):
-                run_at_once(commands, "evaluation", shop.where)
-            return
-        for log, command in commands.items():
-            with explained(shop, log):
-                run_stage(command, log, "evaluation", shop.where)
+    with explained(shop, *commands):
+        run_evaluations(commands, shop.console, shop.where, apart=shop.kind != "cpu")
 
 
 @contextlib.contextmanager
@@ -145,5 +145,5 @@ def explained(shop: Workshop, *logs: Path) -> Iterator[None]:
 
 def surroundings(kind: device.Kind, processes: int, kept_open: int) -> Where:
     """Stages run in the user's own folder, where relative paths lead, and see the hub as the user does."""
-    variables = {"PERL_NUM_PROCESSES": str(processes), **start_environment(kind, processes)}
+    variables = {"PERL_NUM_PROCESSES": str(processes), **device.start_environment(kind)}
     return Where(folder=Path.cwd(), variables=variables, kept_open=(kept_open,))

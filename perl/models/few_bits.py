@@ -1,11 +1,13 @@
-"""Frozen linear layers in NF4, their scales quantised too (QLoRA, arXiv 2305.14314), by bitsandbytes.
+"""A base that is loaded in 8 or 4 bits and stays so: what config.json, or model.quantization, says of it; and NF4, its
+scales quantised too (QLoRA, arXiv 2305.14314), by bitsandbytes.
 
-Only layers of the base are: embeddings, norms and the head keep the model's dtype, in which products are computed.
+NF4 is of frozen linear layers: embeddings, norms and the head keep the model's dtype, in which products are computed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from perl import device
@@ -17,6 +19,30 @@ if TYPE_CHECKING:
 BaseQuantisation = Literal["none", "nf4"]
 FIELDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 """Of the quantization_config that a base is loaded with."""
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """The quantization_config of a PretrainedConfig, as config.json has it; empty where there is none."""
+    found = getattr(config, "quantization_config", None) or {}
+    return dict(found) if isinstance(found, Mapping) else found.to_dict()
+
+
+def bits_of(fields: Mapping[str, Any]) -> int | None:
+    """Of a weight of a linear layer, where bitsandbytes or a field `bits` (GPTQ, AWQ) says so."""
+    if fields.get("load_in_4bit"):
+        return 4
+    return 8 if fields.get("load_in_8bit") else fields.get("bits")
+
+
+def described(fields: Mapping[str, Any]) -> str:
+    """ "4 bits (bitsandbytes, nf4)"; "" of no fields."""
+    if not fields:
+        return ""
+    named = fields.get("quant_method") or "bitsandbytes"  # its own flags alone name no method
+    method = str(getattr(named, "value", named))
+    kind = f", {fields.get('bnb_4bit_quant_type', 'fp4')}" if fields.get("load_in_4bit") else ""
+    bits = bits_of(fields)
+    return f"{bits} bits ({method}{kind})" if bits else method
 
 
 def require_bitsandbytes(flag: str) -> None:
