@@ -47,6 +47,7 @@ from perl.base.errors import report_errors
 from perl.base.files import write_json
 from perl.config.load import Config, parse
 from perl.grading import Grader
+from perl.prompts import ChatTemplate
 from perl.rewards.functions import build_rewards, reward_context
 from perl.runs.setup import build_dataset, load_model, load_tokenizer
 from perl.tools import real
@@ -128,7 +129,7 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
         clock = Seconds()
         trainer = trainer_class(
             model=model,
-            train_dataset=build_dataset(config.dataset, tokenizer),
+            train_dataset=build_dataset(config.dataset, ChatTemplate(tokenizer)),
             processing_class=tokenizer,
             reward_funcs=build_rewards(config.reward.functions, reward_context(config, grader)),
             callbacks=[SamplingSeed(sampling_seed), clock],

@@ -30,10 +30,11 @@ from typing import Any
 from perl.base.errors import RankError, UserError
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.environments.waiting import THREADS
 from perl.models.images import has_images
+from perl.prompts import ChatTemplate
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
 from perl.rewards.files import NOT_FINITE, RAISED
 
@@ -134,7 +135,7 @@ class Conversations:
     """
 
     source: EnvironmentSource
-    template: ChatTemplate
+    template: ConversationTemplate
     config: EnvironmentConfig
     instances: list[Any] = field(default_factory=list)
     on_turn: Callable[[], None] = lambda: None
@@ -420,31 +421,22 @@ def place_of(row: Trajectory) -> tuple[int, int]:
     return row.position, row.sample
 
 
-def open_conversations(
-    config: EnvironmentConfig,
-    source: EnvironmentSource,
-    tokenizer: Any,
-    template_kwargs: dict[str, Any] | None = None,
-) -> Conversations:
-    """How the environments of `source` are talked to. A UserError where the model's chat template can't word it.
-
-    Args:
-        template_kwargs: training.chat_template_kwargs.
-    """
-    if has_images(tokenizer):
+def open_conversations(config: EnvironmentConfig, source: EnvironmentSource, template: ChatTemplate) -> Conversations:
+    """How the environments of `source` are talked to. A UserError where the model's chat template can't word it."""
+    if has_images(template.tokenizer):
         raise UserError(
             "--config.environment: a model that takes images answers in one turn; name a model of texts, or leave"
             " environment.tools and environment.factory out"
         )
-    template = ChatTemplate(
-        tokenizer,
+    of_turns = ConversationTemplate(
+        template.tokenizer,
         source.schemas,
         source.role,
         config.tool_call_parser,
-        template_kwargs,
+        template.given,
         config.max_observation_tokens,
     )
-    return Conversations(source=source, template=template, config=config)
+    return Conversations(source=source, template=of_turns, config=config)
 
 
 def not_messages(shown: Any) -> str | None:

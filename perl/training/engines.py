@@ -26,6 +26,7 @@ from perl.engines.torch_policy import TorchPolicyEngine
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.models.nf4 import is_4bit
+from perl.prompts import ChatTemplate
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
 from perl.workers.conversations import Talks, absolute, hashes_of
@@ -242,8 +243,7 @@ def _talks(drawing: Drawing) -> Talks | None:
     return Talks(
         environment=environment,
         hashes=hashes_of(environment),
-        tokenizer=drawing.processing,
-        template_kwargs=drawing.args.chat_template_kwargs,  # type: ignore[arg-type]
+        template=ChatTemplate(drawing.processing, drawing.args.chat_template_kwargs),  # type: ignore[arg-type]
         prompt=drawing.prompt,
     )
 

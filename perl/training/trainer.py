@@ -51,7 +51,7 @@ from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
-from perl.prompts import decode, encode, truncated
+from perl.prompts import ChatTemplate, decode, truncated
 from perl.records import Prompt, Trajectory, Weights
 from perl.rewards.functions import GradeEarly
 from perl.rewards.score import Rewards
@@ -128,6 +128,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation, self.conversations = validation, conversations
+        self.template = (
+            conversations.template if conversations else ChatTemplate(processing_class, training.chat_template_kwargs)  # type: ignore[arg-type]
+        )
         self.step = self._make_step(refers, grade_early, peft_config, generation_kwargs)
         self.pending: list[MicroBatch] | None = None
         """The micro-batches of the generation batch that is trained on."""
@@ -408,12 +411,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _read(self, row: dict[str, Any]) -> Read:
         prompt = row["prompt"]
-        if self.conversations is not None:
-            return Read(tuple(self.conversations.template.prompt(prompt)))
         if not is_chat(prompt):
             return Read(tuple(self._tokenizer(text=prompt)["input_ids"]))
         images = tuple(each["bytes"] for each in row.get("images") or ())
-        ids = encode(self.processing_class, prompt, images, self.chat_template_kwargs)  # type: ignore[arg-type]
+        ids = self.template.prompt(prompt, images)
         data = self.config.dataset
         if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
             return Read(tuple(ids), images)

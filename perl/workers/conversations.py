@@ -21,6 +21,7 @@ from perl.workers.worker import EngineJob, Inbox, Ready, Request, WeightsSpec, W
 
 if TYPE_CHECKING:
     from perl.environments.conversation import Conversations
+    from perl.prompts import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,8 @@ class Talks:
     """How a worker of a training has conversations."""
 
     environment: EnvironmentConfig
-    tokenizer: Any
-    """Whose chat template words the turns."""
-    template_kwargs: dict[str, Any] | None
-    """training.chat_template_kwargs."""
+    template: ChatTemplate
+    """Words the turns."""
     prompt: Callable[[Trajectory], Prompt]
     """What is drawn next of a row."""
     hashes: dict[str, str]
@@ -47,7 +46,7 @@ class Talks:
                 raise UserError(
                     f"{file} is not what it was when the workers began (on node {socket.gethostname()}); put that back"
                 )
-        return opened(self.environment, self.tokenizer, self.template_kwargs)
+        return opened(self.environment, self.template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class TalkJob:
     context: int | None
     """Most tokens of a conversation; None: any number."""
     template_kwargs: dict[str, Any] | None = None
-    """As in Talks."""
+    """What that is given besides."""
 
     def paths(self, weights: WeightsSpec) -> list[str]:
         return [*self.engine.paths(weights), self.tokenizer, *files_of(self.environment)]
@@ -79,12 +78,14 @@ class TalkJob:
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
         from perl.environments.scored import Asked, converse
         from perl.models.folders import load_tokenizer
+        from perl.prompts import ChatTemplate
 
         def asked(request: TalkRequest) -> Asked:
             key, sample = request.id[-2:]
             return Asked(prompt=request.prompt, key=str(key), sample=int(sample), row=request.row)
 
-        with opened(self.environment, load_tokenizer(self.tokenizer), self.template_kwargs) as conversations:
+        template = ChatTemplate(load_tokenizer(self.tokenizer), self.template_kwargs)
+        with opened(self.environment, template) as conversations:
             started = time.monotonic()
             engine = self.engine.build(weights)
             yield Ready(engine.max_num_seqs, time.monotonic() - started)
@@ -119,14 +120,12 @@ def hashes_of(environment: EnvironmentConfig) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def opened(
-    environment: EnvironmentConfig, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
-) -> Iterator[Conversations]:
+def opened(environment: EnvironmentConfig, template: ChatTemplate) -> Iterator[Conversations]:
     """Conversations with these environments, which can be asked inside."""
     from perl.environments.conversation import open_conversations
     from perl.environments.tools import load_environment
 
     source = load_environment(environment)
-    conversations = open_conversations(environment, source, tokenizer, template_kwargs)
+    conversations = open_conversations(environment, source, template)
     with source.opened():
         yield conversations

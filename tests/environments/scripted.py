@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Feed
 from perl.environments.conversation import Conversations
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.records import Completion, Prompt, Sampling, Trajectory
 
@@ -121,7 +121,7 @@ def talking(
     made = source or EnvironmentSource(
         make=lambda: ToolUse(functions), schemas=[get_json_schema(tool) for tool in tools]
     )
-    template = ChatTemplate(
+    template = ConversationTemplate(
         tokenizer, made.schemas, made.role, config.tool_call_parser, most=config.max_observation_tokens
     )
     return Conversations(source=made, template=template, config=config)

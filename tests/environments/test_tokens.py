@@ -6,7 +6,7 @@ import random
 import pytest
 
 from perl.base.errors import UserError
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.records import Completion
 from perl.training.batch import Batch
@@ -270,7 +270,7 @@ def test_trls_template_is_chosen_where_earlier_turns_do_not_stay(family, role, k
     nothing."""
     tokenizer = byte_tokenizer(family)
     with caplog.at_level("INFO"):
-        template = ChatTemplate(tokenizer, talking(tokenizer, add).template.schemas, role, "auto", kwargs)
+        template = ConversationTemplate(tokenizer, talking(tokenizer, add).template.schemas, role, "auto", kwargs)
     assert ("chat_template" in template.kwargs) == chosen
     assert ("TRL's template for training" in caplog.text) == chosen
 
