@@ -20,7 +20,6 @@ curves to assets/reward_curves_real.svg.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
@@ -30,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
         )
         if side == "ours":
             collector = trainer.step.collector
-            collector.prompt = functools.partial(collector.prompt, seed=sampling_seed)
+            collector.sampling = replace(collector.sampling, seed=sampling_seed)
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     return Run([row["reward"] for row in rows], [row["rewards/accuracy/mean"] for row in rows], clock.seconds)

@@ -144,7 +144,6 @@ class Conversations:
         self,
         rows: Iterable[Trajectory | None],
         engine: Engine,
-        prompt: Callable[[Trajectory], Prompt],
         in_step: bool = False,
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
@@ -152,11 +151,10 @@ class Conversations:
         Args:
             rows: as they come, None for "nothing at the moment", as in an engine's feed. Rows that are all there, as
                 those of a batch are, make one stream of the engine.
-            prompt: what is to be drawn next of a row, of no token where none has room.
             in_step: nobody's next turn begins before all have been answered, in the order of the rows, so that what is
                 drawn together does not depend on how long answers take. The rows are all there.
         """
-        talk = _Talk(self, iter(rows), prompt, in_step)
+        talk = _Talk(self, iter(rows), in_step)
         while True:
             for place, completion in engine.stream(talk.feed()):
                 talk.drawn(place, completion)
@@ -192,14 +190,8 @@ class Conversations:
 class _Talk:
     """The conversations of one run."""
 
-    def __init__(
-        self,
-        parts: Conversations,
-        rows: Iterator[Trajectory | None],
-        prompt: Callable[[Trajectory], Prompt],
-        in_step: bool,
-    ):
-        self.parts, self.rows, self.prompt, self.in_step = parts, rows, prompt, in_step
+    def __init__(self, parts: Conversations, rows: Iterator[Trajectory | None], in_step: bool):
+        self.parts, self.rows, self.in_step = parts, rows, in_step
         self.more = True
         """Further rows may come."""
         self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
@@ -341,7 +333,7 @@ class _Talk:
                 self._fail(row, str(error))
                 return
             columns = {**row.row, "prompt": messages}
-        if (prompt := self.prompt(replace(row, prompt_ids=ids))).sampling.max_new_tokens < 1:
+        if (prompt := replace(row, prompt_ids=ids).next_prompt()).sampling.max_new_tokens < 1:
             # The row keeps its own prompt: it stays in the batch, and is computed.
             self._fail(row, f"the prompt's {len(ids)} tokens leave no room in the model's context")
             return
@@ -370,7 +362,7 @@ class _Talk:
             return
         before = len(row.token_ids)
         row.observe(ids)
-        if (prompt := self.prompt(row)).sampling.max_new_tokens < 1:
+        if (prompt := row.next_prompt()).sampling.max_new_tokens < 1:
             del row.token_ids[before:], row.sampled[before:]
             row.finish = "length"
             self._end(row)

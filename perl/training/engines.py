@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from perl.device.sharding import Gather
     from perl.environments.conversation import Conversations
     from perl.noise.injector import NoiseInjector
-    from perl.records import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,6 @@ class Drawing:
     whole: Gather
     conversations: Conversations | None
     """With an environment."""
-    prompt: Callable[[Trajectory], Prompt]
-    """What is drawn next of a row."""
 
     @property
     def args(self) -> TrainingConfig:
@@ -244,7 +241,6 @@ def _talks(drawing: Drawing) -> Talks | None:
         environment=environment,
         hashes=hashes_of(environment),
         template=ChatTemplate(drawing.processing, drawing.args.chat_template_kwargs),  # type: ignore[arg-type]
-        prompt=drawing.prompt,
     )
 
 

@@ -18,7 +18,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import ChatTemplate, decode, truncated
-from perl.records import Prompt, Trajectory, Weights
+from perl.records import Sampling, Weights
 from perl.rewards.functions import GradeEarly
 from perl.rewards.score import Rewards
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
@@ -75,8 +75,6 @@ from perl.training.stream import PromptStream
 from perl.training.validation import Validation
 
 log = logging.getLogger(__name__)
-
-NextPrompt = Callable[[Trajectory], Prompt]
 
 
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
@@ -264,14 +262,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.conversations is not None:
             self._end_turns(self.conversations.template.end)
         sampling = rollout_sampling(args, generation_kwargs)
-        prompt = functools.partial(
-            Trajectory.next_prompt,
-            sampling=sampling,
-            seed=args.seed,
-            group_size=args.num_generations or 1,
-            context=self._context() if self.conversations else None,
-        )
-        engine = open_engine(self._drawing(peft_config, generation_kwargs, prompt))
+        engine = open_engine(self._drawing(peft_config, generation_kwargs))
         require_comparable(engine, sampling, config)
         stand = self.aux_loss_enabled or rows_stand(args)
         max_tokens = None if stand or not plan.packed else args.max_tokens_per_microbatch
@@ -286,7 +277,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return Step(
             config=config,
             engine=engine,
-            collector=self._make_collector(engine, prompt, grade_early, processes),
+            collector=self._make_collector(engine, sampling, grade_early, processes),
             samplers=samplers,
             comparison=Comparison.of(
                 config,
@@ -310,7 +301,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
-    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any], prompt: NextPrompt) -> Drawing:
+    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any]) -> Drawing:
         return Drawing(
             policy=self.policy(),
             config=self.config,
@@ -324,7 +315,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             gathered=self.gathered,
             whole=self.whole,
             conversations=self.conversations,
-            prompt=prompt,
         )
 
     def _end_turns(self, token: int) -> None:
@@ -368,7 +358,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
 
     def _make_collector(
-        self, engine: PolicyEngine, prompt: NextPrompt, grade_early: GradeEarly | None, processes: Processes
+        self, engine: PolicyEngine, sampling: Sampling, grade_early: GradeEarly | None, processes: Processes
     ) -> Collector:
         args, algorithm = self.args, self.config.algorithm
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
@@ -380,7 +370,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             read=self._read,
             text=functools.partial(decode, self.processing_class),
             engine=engine,
-            prompt=prompt,
+            sampling=sampling,
             rewards=Rewards(
                 self.reward_funcs,  # type: ignore[arg-type]
                 self.reward_func_names,
@@ -397,6 +387,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             max_resample_factor=algorithm.max_resample_factor if dynamic else None,
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
             conversations=self.conversations,
+            longest=self._context() if self.conversations else None,
             batches_ahead=batches_ahead(self.config.rollout),
         )
 

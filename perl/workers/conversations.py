@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
-from perl.records import Prompt, Trajectory
+from perl.records import Trajectory
 from perl.rewards.files import is_file
 from perl.workers.worker import EngineJob, Inbox, Ready, Request, WeightsSpec, WorkerEvent, completed
 
@@ -31,8 +31,6 @@ class Talks:
     environment: EnvironmentConfig
     template: ChatTemplate
     """Words the turns."""
-    prompt: Callable[[Trajectory], Prompt]
-    """What is drawn next of a row."""
     hashes: dict[str, str]
     """Of the user's files (`hashes_of`): a worker that starts later, or on another node, has the same."""
 
@@ -76,13 +74,13 @@ class TalkJob:
         return [*self.engine.paths(weights), self.tokenizer, *files_of(self.environment)]
 
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
-        from perl.environments.scored import Asked, converse
+        from perl.environments.scored import converse, trajectory_of
         from perl.models.folders import load_tokenizer
         from perl.prompts import ChatTemplate
 
-        def asked(request: TalkRequest) -> Asked:
+        def row(request: TalkRequest) -> Trajectory:
             key, sample = request.id[-2:]
-            return Asked(prompt=request.prompt, key=str(key), sample=int(sample), row=request.row)
+            return trajectory_of(request.prompt, str(key), int(sample), request.row, self.context)
 
         template = ChatTemplate(load_tokenizer(self.tokenizer), self.template_kwargs)
         with opened(self.environment, template) as conversations:
@@ -93,9 +91,7 @@ class TalkJob:
                 engine,
                 weights,
                 inbox,
-                lambda feed: converse(
-                    conversations, engine, (None if each is None else asked(each) for each in feed), self.context
-                ),
+                lambda feed: converse(conversations, engine, (None if each is None else row(each) for each in feed)),
             )
             engine.close()
 
