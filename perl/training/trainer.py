@@ -535,7 +535,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
             logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-        self.step.metrics.flush()
+        self.step.metrics.flush(self.step.comparison.tolerance)
         super().log(logs, start_time)
 
     def _run_state(self) -> dict[str, Any]:
