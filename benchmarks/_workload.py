@@ -273,7 +273,7 @@ def draw(trainer: Any, work: Workload, longest: int | None = None) -> list[list[
     """The completions of a rollout of `work`, by TRL's trainer or by ours, as each draws them while it trains."""
     if not hasattr(trainer, "step"):
         return trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
-    engine, sampling = trainer.step.engine, trainer.step.collector.prompt.keywords["sampling"]
+    engine, sampling = trainer.step.engine, trainer.step.collector.sampling
     if longest is not None:
         sampling = replace(sampling, max_new_tokens=longest)
     engine.publish(Weights(version=trainer.state.global_step, sigma=trainer.step.sigma()))

@@ -32,7 +32,7 @@ from perl.adapters import ADAPTERS
 from perl.config.schema import EnvironmentConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.environments.conversation import Conversations
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.records import Weights
 from perl.training.trainer import PerlGRPOTrainer
@@ -113,7 +113,7 @@ def a_round(side: str, options: argparse.Namespace, folder: str) -> Callable[[],
         messages = [{"role": "user", "content": text}]
         return tokenizer.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=False)
 
-    template = ChatTemplate(tokenizer, schemas, "tool", "auto")
+    template = ConversationTemplate(tokenizer, schemas, "tool", "auto")
     search.answer = filled(  # type: ignore[attr-defined]
         lambda text: template.observation([{"role": "tool", "name": "search", "content": text}]), options.drawn
     )

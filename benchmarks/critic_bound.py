@@ -24,7 +24,7 @@ import torch
 
 from perl.config.load import parse
 from perl.grading import Grader
-from perl.prompts import encode
+from perl.prompts import ChatTemplate, encode
 from perl.rewards.functions import grade_rows
 from perl.runs.setup import build_dataset, load_model, load_tokenizer
 
@@ -70,7 +70,7 @@ def main() -> None:
         model: Any = load_model(config).eval()
         torch.manual_seed(config.common.seed)
         by_token: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
-        rows: Any = build_dataset(config.dataset, tokenizer)
+        rows: Any = build_dataset(config.dataset, ChatTemplate(tokenizer))
         for row in rows.select(range(options.problems)):
             prompt = torch.tensor([encode(tokenizer, row["prompt"])] * options.completions)
             with torch.no_grad():

@@ -28,13 +28,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks._learning import markdown
 from perl.device import Devices
-from perl.records import Completion, Prompt, Sampling, Trajectory, Weights, row_seed
+from perl.records import Completion, Prompt, Sampling, Weights, row_seed
 from perl.training.collect import Collector, Read
 from perl.training.stream import PromptStream
 from perl.workers.pool import WorkerPool
@@ -264,12 +263,11 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
         engine = VirtualEngine(pool, executor, piece_size)
         rows = [{"prompt": str(i)} for i in range(batch * steps)]
         parts: Any = {"engine": engine, "rewards": NoRewards(), "processes": Alone(), "clock": NoClock()}
-        asked: Any = {"sampling": Sampling(), "group_size": GROUP, "context": None}
-        asked |= {"seed": row_seed(1, "simulation", 0)}
+        sampling = Sampling(seed=row_seed(1, "simulation", 0))
         collector = Collector(
             stream=PromptStream(len(rows), batch, seed=1), rows=rows, read=lambda row: Read((5,) * PROMPT),
             text=lambda ids: "", grade_early=None, batch=batch, group_size=GROUP,
-            prompt=partial(Trajectory.next_prompt, **asked), state=lambda: None, batches_ahead=lag, **parts,
+            sampling=sampling, state=lambda: None, batches_ahead=lag, **parts,
         )  # type: ignore[arg-type]  # fmt: skip
         ages: list[float] = []
         waited, kept, staleness, began = 0.0, 0, 0, time.process_time()

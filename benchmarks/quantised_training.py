@@ -68,6 +68,7 @@ from perl.engines.quantised import Quantisation
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.grading import Grader
 from perl.models.folders import eos_token_ids, load_model, load_tokenizer
+from perl.prompts import ChatTemplate
 from perl.records import Completion, Weights
 from perl.rewards.functions import grade_rows
 from perl.scoring.problem_sets import make_problem_set
@@ -157,7 +158,7 @@ def score(engine: TorchPolicyEngine, how: Evaluation, tokenizer: Any) -> dict[st
     """By the samples that a validation draws; tokens of a second of processor time."""
     name, n = str(how.held_out), how.sampled.n
     given = {"n": n, "temperature": how.sampled.temperature, "max_new_tokens": how.sampled.max_new_tokens}
-    samples = make_problem_set(load_problems(name), name, how.held_out.stem, tokenizer, given).samples
+    samples = make_problem_set(load_problems(name), name, how.held_out.stem, ChatTemplate(tokenizer), given).samples
     few = [replace(sample, sampling=replace(sample.sampling, max_new_tokens=2)) for sample in samples[:ROWS]]
     list(engine.stream(iter(few)))  # makes what is made once
     completions: list[Completion] = []

@@ -20,7 +20,6 @@ curves to assets/reward_curves_real.svg.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
@@ -30,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from perl.base.errors import report_errors
 from perl.base.files import write_json
 from perl.config.load import Config, parse
 from perl.grading import Grader
+from perl.prompts import ChatTemplate
 from perl.rewards.functions import build_rewards, reward_context
 from perl.runs.setup import build_dataset, load_model, load_tokenizer
 from perl.tools import real
@@ -128,7 +128,7 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
         clock = Seconds()
         trainer = trainer_class(
             model=model,
-            train_dataset=build_dataset(config.dataset, tokenizer),
+            train_dataset=build_dataset(config.dataset, ChatTemplate(tokenizer)),
             processing_class=tokenizer,
             reward_funcs=build_rewards(config.reward.functions, reward_context(config, grader)),
             callbacks=[SamplingSeed(sampling_seed), clock],
@@ -136,7 +136,7 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
         )
         if side == "ours":
             collector = trainer.step.collector
-            collector.prompt = functools.partial(collector.prompt, seed=sampling_seed)
+            collector.sampling = replace(collector.sampling, seed=sampling_seed)
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     return Run([row["reward"] for row in rows], [row["rewards/accuracy/mean"] for row in rows], clock.seconds)

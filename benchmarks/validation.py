@@ -25,6 +25,7 @@ from benchmarks._side import Side, ratio, serve, take_turns
 from perl.base.files import write_json
 from perl.config.load import parse
 from perl.grading import Grader
+from perl.prompts import ChatTemplate
 from perl.scoring.results import SUMMARY, read_samples
 from perl.scoring.summary import summarize
 from perl.training.grpo import import_trainer
@@ -102,7 +103,7 @@ def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], d
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
     )
-    (problem_set,) = load_problem_sets(config, engine.tokenizer)
+    (problem_set,) = load_problem_sets(config, ChatTemplate(engine.tokenizer))
     rounds = 0
 
     def evaluate() -> dict[Any, Any]:

@@ -108,6 +108,31 @@ def encode(
     return list(ids)
 
 
+class ChatTemplate:
+    """A model's chat template, and what it is given besides the messages.
+
+    Args:
+        tokenizer: whose template it is; for a model that takes images its processor (perl.models.processors).
+        given: besides (training.chat_template_kwargs).
+    """
+
+    def __init__(self, tokenizer: Any, given: Mapping[str, Any] | None = None):
+        self.tokenizer, self.given = tokenizer, dict(given or {})
+
+    def prompt(self, messages: Sequence[Message], images: Sequence[bytes] = ()) -> list[int]:
+        """The tokens of a prompt, ending where the assistant's turn begins.
+
+        Args:
+            images: the files of the images in the messages.
+        """
+        return encode(self.tokenizer, messages, images, self.given)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """What the tokens of a prompt say."""
+        options = {**self.given, "add_generation_prompt": True, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(list(messages), **options))
+
+
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Raise a TimeoutError in the block when it takes longer. Only the main thread, which builds the first prompts of

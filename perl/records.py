@@ -226,6 +226,20 @@ class Talked(Completion):
     prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """How the turns of a trajectory are drawn."""
+
+    sampling: Sampling
+    """Its max_new_tokens are of all turns together, and of what is observed between them."""
+    key: str
+    """By the sampling's seed, this, the trajectory's sample and the turn each completion has its seed."""
+    longest: int | None = None
+    """Tokens that it may reach, its prompt included; None: any number."""
+    adapter: str | None = None
+    """As in Prompt."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trajectory:
     """One answer to a prompt: what was drawn, by which policy, and what it earned. Its tokens are lists on the host
@@ -239,6 +253,8 @@ class Trajectory:
     """Place among the completions of its prompt."""
     prompt_ids: tuple[int, ...]
     images: tuple[bytes, ...] = field(default=(), repr=False)
+    asked: Asked | None = field(default=None, repr=False)
+    """None: of a checkpoint, drawn to its end."""
     token_ids: list[int] = field(default_factory=list)
     """Behind the prompt."""
     sampled: list[bool] = field(default_factory=list)
@@ -272,24 +288,18 @@ class Trajectory:
         """What the policy drew of `token_ids`."""
         return [token for token, drawn in zip(self.token_ids, self.sampled, strict=True) if drawn]
 
-    def next_prompt(self, *, sampling: Sampling, seed: int, group_size: int, context: int | None) -> Prompt:
-        """What a training draws next of it, in as many tokens as are left to it: 0 or less where there are none.
-
-        Args:
-            sampling: of a whole completion.
-            seed: of the run. A turn's own names its prompt's place in the stream, its place in the group, and the turn.
-            group_size: the row at this place of a group is a greedy baseline.
-            context: tokens that it may reach, prompt included; None: any number.
-        """
-        token_ids = self.prompt_ids + tuple(self.token_ids)
-        left = sampling.max_new_tokens - len(self.token_ids)
-        if context is not None:
-            left = min(left, context - len(token_ids))
-        temperature = 0.0 if self.sample == group_size else sampling.temperature
+    def next_prompt(self) -> Prompt:
+        """What is drawn next of it, in as many tokens as are left to it: 0 or less where there are none."""
+        asked, token_ids = self.asked, self.prompt_ids + tuple(self.token_ids)
+        assert asked is not None
+        left = asked.sampling.max_new_tokens - len(self.token_ids)
+        if asked.longest is not None:
+            left = min(left, asked.longest - len(token_ids))
         return Prompt(
             token_ids=token_ids,
-            seed=row_seed(seed, f"stream-{self.position}", self.sample, self.turns),
-            sampling=replace(sampling, max_new_tokens=left, temperature=temperature),
+            seed=row_seed(asked.sampling.seed, asked.key, self.sample, self.turns),
+            sampling=replace(asked.sampling, max_new_tokens=left),
+            adapter=asked.adapter,
             images=self.images,
         )
 

@@ -150,14 +150,14 @@ def kept_batches(trainer: Any) -> list[Batch]:
 
 def draw(trainer: Any, prompts: Sequence[Sequence[int]], group_size: int) -> list[list[int]]:
     """Completions of token ids by a rollout outside of a training, each prompt's one after the other."""
-    step, asked = trainer.step, trainer.step.collector.prompt.keywords
+    step, sampling = trainer.step, trainer.step.collector.sampling
     step.engine.publish(Weights(version=trainer.state.global_step, sigma=step.sigma()))
     rows = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(group_size)]
     feed = [
         Prompt(
             token_ids=tuple(prompts[prompt]),
-            seed=row_seed(asked["seed"], f"{trainer.state.global_step}-{prompt}", sample),
-            sampling=asked["sampling"],
+            seed=row_seed(sampling.seed, f"{trainer.state.global_step}-{prompt}", sample),
+            sampling=sampling,
         )
         for prompt, sample in rows
     ]

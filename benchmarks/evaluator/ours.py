@@ -14,6 +14,7 @@ from typing import Any
 
 from perl.config.evaluation import EvalConfig, parse
 from perl.evaluation.datasets import load_problem_sets
+from perl.prompts import ChatTemplate
 from perl.records import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def rows_of(flags: Flags) -> Sequence[Sample]:
     from transformers import AutoTokenizer
 
     config: EvalConfig = parse(words(flags))
-    (problem_set,) = load_problem_sets(config, AutoTokenizer.from_pretrained(config.model))
+    (problem_set,) = load_problem_sets(config, ChatTemplate(AutoTokenizer.from_pretrained(config.model)))
     return problem_set.samples
 
 

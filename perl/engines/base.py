@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perl import device
@@ -71,15 +71,12 @@ class PolicyEngine(Engine, Protocol):
         """From now on `stream` draws with the policy as it is now, with this noise."""
         ...
 
-    def converse(
-        self, conversations: Any, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
-    ) -> Iterator[Trajectory]:
+    def converse(self, conversations: Any, rows: list[Trajectory]) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Of a `remote` engine it is another object, which has taken
         the row's place in `rows`, and they begin when this is called.
 
         Args:
             conversations: perl.environments' Conversations.
-            prompt: what is to be drawn next of a row.
         """
         ...
 
@@ -127,10 +124,8 @@ class InProcess:
     remote = False
     piece_size: int | None = None
 
-    def converse(
-        self: Any, conversations: Any, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
-    ) -> Iterator[Trajectory]:
-        return conversations.run(rows, self, prompt)
+    def converse(self: Any, conversations: Any, rows: list[Trajectory]) -> Iterator[Trajectory]:
+        return conversations.run(rows, self)
 
     def published(self, weights: Weights) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

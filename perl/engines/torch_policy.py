@@ -29,7 +29,7 @@ from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import token_ids
 from perl.models.images import has_images
 from perl.noise.injector import NoiseInjector
-from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+from perl.records import Completion, Sampling, Trajectory, Weights
 
 SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
 SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
@@ -124,16 +124,14 @@ class TorchPolicyEngine(InProcess, TorchEngine):
                 for place, completion in super().stream(prompts[first : first + size]):
                     yield first + place, completion
 
-    def converse(
-        self, conversations: Any, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
-    ) -> Iterator[Trajectory]:
+    def converse(self, conversations: Any, rows: list[Trajectory]) -> Iterator[Trajectory]:
         if self.piece_size is None:
-            yield from super().converse(conversations, rows, prompt)
+            yield from super().converse(conversations, rows)
             return
         size = self.piece_size
         with self._in_pieces():
             for first in range(0, len(rows), size):
-                yield from conversations.run(rows[first : first + size], self, prompt, in_step=True)
+                yield from conversations.run(rows[first : first + size], self, in_step=True)
 
     @contextlib.contextmanager
     def _in_pieces(self) -> Iterator[None]:

@@ -30,10 +30,11 @@ from typing import Any
 from perl.base.errors import RankError, UserError
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.environments.waiting import THREADS
 from perl.models.images import has_images
+from perl.prompts import ChatTemplate
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
 from perl.rewards.files import NOT_FINITE, RAISED
 
@@ -134,7 +135,7 @@ class Conversations:
     """
 
     source: EnvironmentSource
-    template: ChatTemplate
+    template: ConversationTemplate
     config: EnvironmentConfig
     instances: list[Any] = field(default_factory=list)
     on_turn: Callable[[], None] = lambda: None
@@ -143,7 +144,6 @@ class Conversations:
         self,
         rows: Iterable[Trajectory | None],
         engine: Engine,
-        prompt: Callable[[Trajectory], Prompt],
         in_step: bool = False,
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
@@ -151,11 +151,10 @@ class Conversations:
         Args:
             rows: as they come, None for "nothing at the moment", as in an engine's feed. Rows that are all there, as
                 those of a batch are, make one stream of the engine.
-            prompt: what is to be drawn next of a row, of no token where none has room.
             in_step: nobody's next turn begins before all have been answered, in the order of the rows, so that what is
                 drawn together does not depend on how long answers take. The rows are all there.
         """
-        talk = _Talk(self, iter(rows), prompt, in_step)
+        talk = _Talk(self, iter(rows), in_step)
         while True:
             for place, completion in engine.stream(talk.feed()):
                 talk.drawn(place, completion)
@@ -191,14 +190,8 @@ class Conversations:
 class _Talk:
     """The conversations of one run."""
 
-    def __init__(
-        self,
-        parts: Conversations,
-        rows: Iterator[Trajectory | None],
-        prompt: Callable[[Trajectory], Prompt],
-        in_step: bool,
-    ):
-        self.parts, self.rows, self.prompt, self.in_step = parts, rows, prompt, in_step
+    def __init__(self, parts: Conversations, rows: Iterator[Trajectory | None], in_step: bool):
+        self.parts, self.rows, self.in_step = parts, rows, in_step
         self.more = True
         """Further rows may come."""
         self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
@@ -340,7 +333,7 @@ class _Talk:
                 self._fail(row, str(error))
                 return
             columns = {**row.row, "prompt": messages}
-        if (prompt := self.prompt(replace(row, prompt_ids=ids))).sampling.max_new_tokens < 1:
+        if (prompt := replace(row, prompt_ids=ids).next_prompt()).sampling.max_new_tokens < 1:
             # The row keeps its own prompt: it stays in the batch, and is computed.
             self._fail(row, f"the prompt's {len(ids)} tokens leave no room in the model's context")
             return
@@ -369,7 +362,7 @@ class _Talk:
             return
         before = len(row.token_ids)
         row.observe(ids)
-        if (prompt := self.prompt(row)).sampling.max_new_tokens < 1:
+        if (prompt := row.next_prompt()).sampling.max_new_tokens < 1:
             del row.token_ids[before:], row.sampled[before:]
             row.finish = "length"
             self._end(row)
@@ -420,31 +413,22 @@ def place_of(row: Trajectory) -> tuple[int, int]:
     return row.position, row.sample
 
 
-def open_conversations(
-    config: EnvironmentConfig,
-    source: EnvironmentSource,
-    tokenizer: Any,
-    template_kwargs: dict[str, Any] | None = None,
-) -> Conversations:
-    """How the environments of `source` are talked to. A UserError where the model's chat template can't word it.
-
-    Args:
-        template_kwargs: training.chat_template_kwargs.
-    """
-    if has_images(tokenizer):
+def open_conversations(config: EnvironmentConfig, source: EnvironmentSource, template: ChatTemplate) -> Conversations:
+    """How the environments of `source` are talked to. A UserError where the model's chat template can't word it."""
+    if has_images(template.tokenizer):
         raise UserError(
             "--config.environment: a model that takes images answers in one turn; name a model of texts, or leave"
             " environment.tools and environment.factory out"
         )
-    template = ChatTemplate(
-        tokenizer,
+    of_turns = ConversationTemplate(
+        template.tokenizer,
         source.schemas,
         source.role,
         config.tool_call_parser,
-        template_kwargs,
+        template.given,
         config.max_observation_tokens,
     )
-    return Conversations(source=source, template=template, config=config)
+    return Conversations(source=source, template=of_turns, config=config)
 
 
 def not_messages(shown: Any) -> str | None:

@@ -1,36 +1,19 @@
-"""Conversations that are scored, by an evaluation or a validation: a sample's row, its turns' seeds, and what it gives.
+"""Conversations that are scored, by an evaluation or a validation: a sample's row, and what it gives.
 
-Asked -> Trajectory -> Conversations.run -> Talked
+Sample -> Trajectory -> Conversations.run -> Talked
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 from perl.engines.base import Engine
 from perl.environments.conversation import Conversations
-from perl.records import Prompt, Sample, Talked, Trajectory, row_seed
+from perl.records import Asked, Prompt, Sample, Talked, Trajectory
 from perl.rewards.files import ROW, row_of, text_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A conversation to have."""
-
-    prompt: Prompt
-    """Its sampling's max_new_tokens are of all turns together, and of what is observed between them."""
-    key: str
-    """The problem's, and `sample`, which of its conversations: by them and the turn each completion has its seed."""
-    sample: int
-    row: dict[str, Any]
-    """What the environment's reset gets."""
-
-
-def asked_of(sample: Sample) -> Asked:
-    return Asked(prompt=sample.prompt, key=sample.key, sample=sample.index, row=row_of_sample(sample))
 
 
 def row_of_sample(sample: Sample) -> dict[str, Any]:
@@ -40,47 +23,37 @@ def row_of_sample(sample: Sample) -> dict[str, Any]:
     return {"prompt": prompt, "gold": problem.gold or None, "task": problem.task, ROW: row_of(problem)}
 
 
-def converse(
-    conversations: Conversations, engine: Engine, feed: Iterable[Asked | None], context: int | None
-) -> Iterator[tuple[int, Talked]]:
-    """What became of each, as `Engine.stream` has it. Its environment is free then.
+def trajectory_of(prompt: Prompt, key: str, sample: int, row: dict[str, Any], context: int | None) -> Trajectory:
+    """A conversation to have. What `reset` adds to its prompt takes of max_new_tokens: an engine may hold no more than
+    the prompts as they were, and these.
 
     Args:
+        key: the problem's, and `sample`, which of its conversations.
+        row: what the environment's reset gets.
         context: most tokens of a prompt and all that follows it; None: any number.
     """
-    under_way: dict[int, Asked] = {}
+    longest = len(prompt.token_ids) + prompt.sampling.max_new_tokens
+    longest = longest if context is None else min(longest, context)
+    asked = Asked(sampling=prompt.sampling, key=key, longest=longest, adapter=prompt.adapter)
+    return Trajectory(row=row, position=0, sample=sample, prompt_ids=prompt.token_ids, asked=asked)
+
+
+def converse(
+    conversations: Conversations, engine: Engine, feed: Iterable[Trajectory | None]
+) -> Iterator[tuple[int, Talked]]:
+    """What became of each, as `Engine.stream` has it. Its environment is free then."""
+    places = itertools.count()
 
     def rows() -> Iterator[Trajectory | None]:
-        place = 0
-        for asked in feed:
-            if asked is None:
-                yield None
-                continue
-            under_way[place] = asked
-            ids = asked.prompt.token_ids
-            yield Trajectory(row=asked.row, position=place, sample=asked.sample, prompt_ids=ids)
-            place += 1
+        for row in feed:
+            if row is not None:
+                row.position = next(places)
+            yield row
 
-    def prompt(row: Trajectory) -> Prompt:
-        return _next_turn(under_way[row.position], row, context)
-
-    for row in conversations.run(rows(), engine, prompt):
-        del under_way[row.position]
+    for row in conversations.run(rows(), engine):
         made = _talked(row, conversations.template.text(row.row["prompt"]))
         conversations.free([row])
         yield row.position, made
-
-
-def _next_turn(asked: Asked, row: Trajectory, context: int | None) -> Prompt:
-    """Of no token where none has room. What `reset` adds to a prompt takes of max_new_tokens: an engine may hold no
-    more than the prompts as they were, and these."""
-    sampling, ids = asked.prompt.sampling, row.prompt_ids + tuple(row.token_ids)
-    longest = len(asked.prompt.token_ids) + sampling.max_new_tokens
-    if context is not None:
-        longest = min(longest, context)
-    left = min(sampling.max_new_tokens - len(row.token_ids), longest - len(ids))
-    seed = row_seed(sampling.seed, asked.key, asked.sample, row.turns)
-    return replace(asked.prompt, token_ids=ids, seed=seed, sampling=replace(sampling, max_new_tokens=left))
 
 
 def _talked(row: Trajectory, prompt_text: str) -> Talked:

@@ -13,12 +13,12 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from perl.base.errors import UserError
 from perl.environments.calls import PARSERS, Parser, read_calls
-from perl.prompts import decode, encode
+from perl.prompts import ChatTemplate, decode, encode
 from perl.records import Message
 
 log = logging.getLogger(__name__)
@@ -54,17 +54,18 @@ FENCED = """Code in a block
 is run, and what it prints is shown to you."""
 
 
-class ChatTemplate:
+class ConversationTemplate(ChatTemplate):
     """
     Args:
         tokenizer: whose chat template it is.
         schemas: of the tools.
         role: of an observation.
         parser: environment.tool_call_parser.
-        kwargs: what the template is given besides (training.chat_template_kwargs).
+        given: what the template is given besides (training.chat_template_kwargs).
         most: tokens of an observation's texts.
 
     Attributes:
+        kwargs: `given`, and TRL's template for training where it takes the place of the tokenizer's.
         end: the token that ends a turn in the template.
         thinking: a turn begins inside a thought.
         between: what stands behind it before the policy's next turn, where nothing is observed.
@@ -79,10 +80,11 @@ class ChatTemplate:
         schemas: Sequence[dict[str, Any]],
         role: Literal["tool", "user"],
         parser: str,
-        kwargs: dict[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
         most: int = 512,
     ):
-        self.tokenizer, self.kwargs, self.most = tokenizer, dict(kwargs or {}), most
+        super().__init__(tokenizer, given)
+        self.kwargs, self.most = dict(self.given), most
         self._control = _control_tokens(tokenizer)
         self.lists_tools = NAME in self._text([ASKED], tools=[SCHEMA])
         self.parser = self._parser(parser) if schemas else None
@@ -95,13 +97,12 @@ class ChatTemplate:
 
     # What stands in the policy's context
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], images: Sequence[bytes] = ()) -> list[int]:
         """The tokens of a prompt, its tools listed, ending where the assistant's turn begins."""
         messages, further = self._asked(messages)
-        return encode(self.tokenizer, messages, template_kwargs={**self.kwargs, **further})
+        return encode(self.tokenizer, messages, images, {**self.kwargs, **further})
 
     def text(self, messages: Sequence[Message]) -> str:
-        """What the tokens of a prompt say."""
         messages, further = self._asked(messages)
         return self._text(messages, **further)
 

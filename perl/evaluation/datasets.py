@@ -4,58 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.config.evaluation import EvalConfig
 from perl.grading import RULES
+from perl.prompts import ChatTemplate
 from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
-from perl.scoring.samples import Template
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of, worked_answer
 from perl.tasks.files import Row, read_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 
 
-def load_problem_sets(
-    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, template: Template | None = None, graded: bool = True
-) -> list[ProblemSet]:
+def load_problem_sets(config: EvalConfig, template: ChatTemplate, graded: bool = True) -> list[ProblemSet]:
     """Load every dataset and build its prompts. UserErrors name the dataset or the flag.
 
     Args:
+        template: what words the prompts.
         graded: as load_problems has it.
     """
     specs = named(config.datasets, "--dataset", "score them apart")
-    return [load_problem_set(config, tokenizer, spec, name, template, graded) for name, spec in specs.items()]
+    return [load_problem_set(config, template, spec, name, graded) for name, spec in specs.items()]
 
 
 def load_problem_set(
-    config: EvalConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    spec: str,
-    name: str,
-    template: Template | None = None,
-    graded: bool = True,
+    config: EvalConfig, template: ChatTemplate, spec: str, name: str, graded: bool = True
 ) -> ProblemSet:
     columns = config.environment.factory is not None
     problems = load_problems(spec, config.split, config.max_samples, config.task, graded, columns)
     examples = few_shot_examples(config, spec, problems)
-    return make_problem_set(
-        problems,
-        spec,
-        name,
-        tokenizer,
-        given(config),
-        config.system_prompt,
-        examples,
-        template=template,
-        template_kwargs=config.chat_template_kwargs,
-    )
+    return make_problem_set(problems, spec, name, template, given(config), config.system_prompt, examples)
 
 
 def given(config: EvalConfig) -> dict[str, Any]:

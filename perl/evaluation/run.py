@@ -53,9 +53,8 @@ def evaluate(config: EvalConfig) -> Summaries:
     """
     check_tracker(config)
     setup = Setup.of(config)
-    talks = setup.conversations
-    graded = not (talks and talks.source.rewards)
-    problem_sets = load_problem_sets(config, setup.tokenizer, talks and talks.template, graded)
+    graded = not (setup.conversations and setup.conversations.source.rewards)
+    problem_sets = load_problem_sets(config, setup.template, graded)
     folders = [candidate.adapter or setup.model for candidate in setup.candidates]
     warn_of_training(config, folders)
     for problem_set in problem_sets:

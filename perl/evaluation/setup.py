@@ -26,7 +26,7 @@ from perl.evaluation.candidates import Candidate, find_candidates
 from perl.grading import rules_hash
 from perl.models.folders import Checkpoint, content_hash, load_config, require_whole_weights, resolve_model
 from perl.models.images import has_images, load_processing, tokenizer_of
-from perl.prompts import require_chat_template, require_known, require_vocabulary
+from perl.prompts import ChatTemplate, require_chat_template, require_known, require_vocabulary
 from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
@@ -108,6 +108,13 @@ class Setup:
                 self.conversations.source.check_rows([row_of_sample(sample) for sample in problem_set.samples])
 
     @property
+    def template(self) -> ChatTemplate:
+        """What words the prompts."""
+        if self.conversations is not None:
+            return self.conversations.template
+        return ChatTemplate(self.tokenizer, self.config.chat_template_kwargs)
+
+    @property
     def is_sweep(self) -> bool:
         return bool(self.candidates[0].name)
 
@@ -159,7 +166,8 @@ def set_up_environment(config: EvalConfig, tokenizer: Any) -> Conversations:
     """What --environment names, tried here once; each worker has its own."""
     with own_flags():
         source = load_environment(config.environment)
-        conversations = open_conversations(config.environment, source, tokenizer, config.chat_template_kwargs)
+        template = ChatTemplate(tokenizer, config.chat_template_kwargs)
+        conversations = open_conversations(config.environment, source, template)
         with source.opened():
             return conversations
 

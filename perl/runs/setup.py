@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,14 @@ from perl.models.few_bits import require_bitsandbytes
 from perl.models.folders import resolve_model
 from perl.models.images import fitted, has_images, load_processing, tokenizer_of
 from perl.prompts import (
+    ChatTemplate,
     PromptStyle,
     build_messages,
-    encode,
     require_chat_template,
     require_known,
     require_vocabulary,
 )
-from perl.records import Message, Problem
+from perl.records import Problem
 from perl.rewards.files import ROW, row_of
 from perl.runs.vision import with_images
 from perl.tasks import TASKS, load_problems, training_split
@@ -170,13 +170,11 @@ def merge_base(config: Config | SFTRunConfig, model: Path, dtype: torch.dtype) -
 
 def build_dataset(
     config: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     graded: bool = True,
     limits: Limits | None = None,
     completion: int | None = None,
-    read: Callable[[Sequence[Message]], list[int]] | None = None,
     columns: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Rows for TRL: `prompt` (messages), and for the rewards `gold` (None: none), `task` ("": none) and `row`
     (perl.rewards.files); which problem each is, in PROBLEM.
@@ -185,18 +183,14 @@ def build_dataset(
     to cut.
 
     Args:
+        template: what words the prompts.
         graded, columns: as load_problems has them.
         limits: of the model, that prompts are held against.
         completion: the longest, in tokens.
-        read: the tokens of a prompt's messages; None: by the chat template alone.
-        template_kwargs: what that is given besides (training.chat_template_kwargs).
     """
     problems = _problems(config, graded, columns)
-    rows = [_row(problem, config.system_prompt, has_images(tokenizer)) for problem in problems]
-    prompts = [
-        read(row["prompt"]) if read else encode(tokenizer, row["prompt"], p.images, template_kwargs)
-        for row, p in zip(rows, problems, strict=True)
-    ]
+    rows = [_row(problem, config.system_prompt, has_images(template.tokenizer)) for problem in problems]
+    prompts = [template.prompt(row["prompt"], p.images) for row, p in zip(rows, problems, strict=True)]
     if limits is not None:
         for token_ids, problem in zip(prompts, problems, strict=True):
             require_known(token_ids, limits.vocabulary, problem.source)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from perl.base.errors import UserError
-from perl.prompts import PromptStyle
+from perl.prompts import ChatTemplate, PromptStyle
 from perl.records import Problem, Sample, Sampling
-from perl.scoring.samples import Template, folder_names, make_samples, sampling_of_task, style_of_task
+from perl.scoring.samples import folder_names, make_samples, sampling_of_task, style_of_task
 from perl.tasks import data_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from perl.scoring.results import Asked
 
 
@@ -35,7 +33,7 @@ class ProblemSet:
     """By task."""
     samples: tuple[Sample, ...]
     """sampling.n of each problem, side by side."""
-    template_kwargs: Mapping[str, Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template was given besides."""
 
     @property
@@ -80,26 +78,24 @@ def make_problem_set(
     problems: Sequence[Problem],
     spec: str,
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     given: Mapping[str, Any],
     system_prompt: str | None = None,
     examples: tuple[tuple[str, str], ...] = (),
     flag: str = "--",
-    template: Template | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> ProblemSet:
     """The problem set of a dataset's problems, with the sampling of the task that is commonest among them.
 
     Args:
+        template: as in `make_samples`.
         given: fields of Sampling that the user has set.
         examples: (question, worked answer) pairs before each question.
         flag: what stands before a field's name in a flag, for messages.
-        template, template_kwargs: as in `make_samples`; the template has the kwargs already.
     """
     tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
     sampling = sampling_of_task(tasks[0], given, flag)
     styles = {task: style_of_task(task, system_prompt, examples) for task in tasks}
-    samples = tuple(make_samples(problems, name, sampling, styles, tokenizer, template, template_kwargs))
+    samples = tuple(make_samples(problems, name, sampling, styles, template))
     return ProblemSet(
         name=name,
         spec=spec,
@@ -107,7 +103,7 @@ def make_problem_set(
         sampling=sampling,
         styles=styles,
         samples=samples,
-        template_kwargs=template_kwargs,
+        template_kwargs=template.given,
     )
 
 

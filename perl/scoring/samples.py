@@ -10,30 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.models.images import fitted, has_images
-from perl.prompts import PromptStyle, build_messages, decode, encode
-from perl.records import Completion, Grade, Message, Problem, Sample, Sampling, Talked, row_seed
+from perl.prompts import ChatTemplate, PromptStyle, build_messages, decode
+from perl.records import Completion, Grade, Problem, Sample, Sampling, Talked, row_seed
 from perl.scoring.results import ConversationRecord, SampleRecord
 from perl.tasks import TASKS
 from perl.tasks.trained import problem_hash
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 ENVIRONMENT = "environment"
 """Name of its reward among the rules' scores."""
-
-
-class Template(Protocol):
-    """perl.environments.template.ChatTemplate, as far as prompts go."""
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
-
-    def text(self, messages: Sequence[Message]) -> str: ...
 
 
 def make_samples(
@@ -41,29 +30,20 @@ def make_samples(
     dataset: str,
     sampling: Sampling,
     styles: Mapping[str, PromptStyle],
-    tokenizer: PreTrainedTokenizerBase,
-    template: Template | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template: ChatTemplate,
 ) -> list[Sample]:
     """`sampling.n` samples of each problem, side by side.
 
     Args:
         dataset: `Sample.dataset`.
         styles: how prompts are built, by task.
-        tokenizer: or processor (perl.models.images.load_processing).
-        template: what words the prompts of conversations with an environment; None: the tokenizer's chat template.
-        template_kwargs: what the tokenizer's chat template is given besides.
+        template: what words the prompts; of conversations with an environment theirs.
     """
     samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):
         messages = build_messages(problem, styles[problem.task])
-        messages = fitted(messages, problem.images, has_images(tokenizer), problem.source)
-        if template is not None:
-            token_ids, text = tuple(template.prompt(messages)), template.text(messages)
-        else:
-            token_ids = tuple(encode(tokenizer, messages, problem.images, template_kwargs))
-            further = {**(template_kwargs or {}), "add_generation_prompt": True, "tokenize": False}
-            text = str(tokenizer.apply_chat_template(messages, **further))
+        messages = fitted(messages, problem.images, has_images(template.tokenizer), problem.source)
+        token_ids, text = tuple(template.prompt(messages, problem.images)), template.text(messages)
         samples += [
             Sample(
                 token_ids=token_ids,

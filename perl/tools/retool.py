@@ -32,7 +32,7 @@ from perl.config.schema import EnvironmentConfig
 from perl.config.types import NonNegativeInt, PositiveInt
 from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
-from perl.prompts import build_messages
+from perl.prompts import ChatTemplate, build_messages
 from perl.records import Sampling
 from perl.tasks import TASKS, problem_of_row
 from perl.tools import arithmetic, real, stages
@@ -197,7 +197,8 @@ def tell_of_tools(settings: Settings, folder: Path) -> None:
         shutil.copyfile(TEMPLATE, model / "chat_template.jinja")
         return
     config = environment(settings)
-    if not open_conversations(config, load_environment(config), load_tokenizer(str(model))).template.lists_tools:
+    template = ChatTemplate(load_tokenizer(str(model)))
+    if not open_conversations(config, load_environment(config), template).template.lists_tools:
         raise UserError(
             f"--model {model}: its chat template lists no tools; name a model whose template does, or put"
             f" {TEMPLATE.relative_to(ROOT)} into its folder as chat_template.jinja"

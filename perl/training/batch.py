@@ -98,11 +98,11 @@ class Batch:
         return replace(self, rows=[self.rows[place] for place in places], **columns)
 
     def state(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint: of the data set's row its prompt alone, and neither the
-        environment nor what a reward function has logged, which may be anything."""
-        rows = []
+        """Tensors and plain values, for a checkpoint: of the data set's row its prompt alone, and neither how it was
+        drawn, nor the environment, nor what a reward function has logged, which may be anything."""
+        rows, left_out = [], ("asked", "environment")
         for row in self.rows:
-            kept = {each.name: getattr(row, each.name) for each in fields(row) if each.name != "environment"}
+            kept = {each.name: getattr(row, each.name) for each in fields(row) if each.name not in left_out}
             rows.append(kept | {"weights": asdict(row.weights), "row": {"prompt": row.row["prompt"]}, "extras": {}})
         return {"rows": rows, "tokens": self.tokens, **self.columns()}
 

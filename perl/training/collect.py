@@ -13,7 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -23,7 +23,7 @@ from perl.base.errors import UserError, say_once
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import sampling_of
 from perl.environments.conversation import Conversations
-from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+from perl.records import Asked, Completion, Sampling, Trajectory, Weights
 from perl.rewards.files import text_of
 from perl.rewards.functions import GradeEarly, logged_name
 from perl.rewards.score import Rewards
@@ -76,8 +76,7 @@ class Collector:
         rows: of the data set.
         read: a row's prompt.
         text: of a completion's tokens.
-        prompt: what is drawn next of a row, with a seed that names its prompt's place in the stream, and its place in
-            the group.
+        sampling: of a whole completion, whose seed names its prompt's place in the stream, and its place in the group.
         batch: prompts of a generation batch, of all processes.
         state: of the trainer, for reward functions; transformers makes another when the training begins.
         max_resample_factor: groups that a rollout with dynamic sampling may draw, over those of a batch; None: equal
@@ -85,6 +84,7 @@ class Collector:
         greedy: the prompts' greedy completions are drawn and scored too, as baselines; see `Algorithm.greedy`.
         equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
         conversations: with an environment, of several turns each; None: a completion is the answer.
+        longest: tokens that a conversation may reach, its prompt included; None: any number.
         batches_ahead: that are drawn ahead of the one that is collected; an engine that draws when it is read has 0.
         ahead: the batches that were begun and not collected, the next one first.
     """
@@ -94,7 +94,7 @@ class Collector:
     read: Callable[[dict[str, Any]], Read]
     text: Callable[[Sequence[int]], str]
     engine: PolicyEngine
-    prompt: Callable[[Trajectory], Prompt]
+    sampling: Sampling
     rewards: Rewards
     grade_early: GradeEarly | None
     batch: int
@@ -106,6 +106,7 @@ class Collector:
     max_resample_factor: float | None = None
     equal_by: int | None = None
     conversations: Conversations | None = None
+    longest: int | None = None
     batches_ahead: int = 0
     ahead: deque[Ahead] = field(default_factory=deque)
 
@@ -269,24 +270,28 @@ class Collector:
             if position not in reads:
                 row = self.rows[self.stream.row(position)]
                 reads[position] = row, self.read(row)
-        baselines = {position: self.group_size for position in reads if self.greedy}
-        """Their places in the group, behind those that are trained on."""
-        rows = [
-            Trajectory(
-                row=reads[position][0],
+
+        def begun(position: int, sample: int, sampling: Sampling) -> Trajectory:
+            row, read = reads[position]
+            return Trajectory(
+                row=row,
                 position=position,
                 sample=sample,
-                prompt_ids=reads[position][1].token_ids,
-                images=reads[position][1].images,
+                prompt_ids=read.token_ids,
+                images=read.images,
+                asked=Asked(sampling=sampling, key=f"stream-{position}", longest=self.longest),
                 weights=weights,
             )
-            for position, sample in (*places, *baselines.items())
-        ]
+
+        rows = [begun(*place, self.sampling) for place in places]
+        if self.greedy:  # the baselines' places in the group are behind those that are trained on
+            greedy = replace(self.sampling, temperature=0.0)
+            rows += [begun(position, self.group_size, greedy) for position in reads]
         with self.clock("rollout"):
             if self.conversations is None:
-                complete = self._completed(rows, self.engine.stream([self.prompt(row) for row in rows]))
+                complete = self._completed(rows, self.engine.stream([row.next_prompt() for row in rows]))
             else:
-                complete = self.engine.converse(self.conversations, rows, self.prompt)
+                complete = self.engine.converse(self.conversations, rows)
         return Ahead(first, weights, rows, complete)
 
     def _completed(self, rows: list[Trajectory], completions: Iterator[tuple[int, Completion]]) -> Iterator[Trajectory]:
@@ -323,11 +328,12 @@ class Collector:
 
 
 def rollout_sampling(args: TrainingConfig, further: dict[str, Any]) -> Sampling:
-    """How completions are drawn, as the user's generation_kwargs (`further`) leave it."""
+    """How completions are drawn in the run, as the user's generation_kwargs (`further`) leave it."""
     names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
     values = {name: further.get(name, getattr(args, name)) for name in names}
     length = further.get("max_new_tokens") or args.max_completion_length
-    return sampling_of(GenerationConfig(do_sample=further.get("do_sample", True), max_new_tokens=length, **values))
+    config = GenerationConfig(do_sample=further.get("do_sample", True), max_new_tokens=length, **values)
+    return replace(sampling_of(config), seed=args.seed)
 
 
 def to_draw(missing: int, share: float) -> int:

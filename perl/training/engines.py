@@ -26,6 +26,7 @@ from perl.engines.torch_policy import TorchPolicyEngine
 from perl.models.few_bits import is_4bit
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
+from perl.prompts import ChatTemplate
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
 from perl.workers.conversations import Talks, absolute, hashes_of
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from perl.device.sharding import Gather
     from perl.environments.conversation import Conversations
     from perl.noise.injector import NoiseInjector
-    from perl.records import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,6 @@ class Drawing:
     whole: Gather
     conversations: Conversations | None
     """With an environment."""
-    prompt: Callable[[Trajectory], Prompt]
-    """What is drawn next of a row."""
 
     @property
     def args(self) -> TrainingConfig:
@@ -242,9 +240,7 @@ def _talks(drawing: Drawing) -> Talks | None:
     return Talks(
         environment=environment,
         hashes=hashes_of(environment),
-        tokenizer=drawing.processing,
-        template_kwargs=drawing.args.chat_template_kwargs,  # type: ignore[arg-type]
-        prompt=drawing.prompt,
+        template=ChatTemplate(drawing.processing, drawing.args.chat_template_kwargs),  # type: ignore[arg-type]
     )
 
 

@@ -101,14 +101,12 @@ class Metrics:
         correction: how the loss is corrected for the sampler's log-probabilities (LossSettings.correction).
 
     Attributes:
-        tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
         noisy: since the last log, tokens were drawn with noise that the trainer's policy had not: it differs from the
             sampler's by more than rounding.
     """
 
     def __init__(self, processes: Processes, logged: dict[str, list[float]], correction: str | None = None):
         self.processes, self.logged, self.correction = processes, logged, correction
-        self.tolerance: float | None = None
         self.noisy = False
         self._sums: dict[str, torch.Tensor] = {}
         """float32 [2]: values and how many."""
@@ -196,8 +194,12 @@ class Metrics:
         self.value(name, total / count)
         return total / count
 
-    def flush(self) -> None:
-        """Hand all that was added to the log, and start again. Every process must come here."""
+    def flush(self, tolerance: float | None = None) -> None:
+        """Hand all that was added to the log, and start again. Every process must come here.
+
+        Args:
+            tolerance: as Comparison has it; nothing is said of a difference within it.
+        """
         names = sorted(set(self.processes.gathered([*self._sums, *(f"max {name}" for name in self._highest)])))
         sums = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True)) if self._sums else {}
         means = [name for name in names if not name.startswith("max ")]
@@ -213,18 +215,18 @@ class Metrics:
         for name, value in zip(highest, ends.tolist(), strict=True):
             if value > -math.inf:
                 self.value(name.removeprefix("-"), -value if name.startswith("-") else value)
-        self._warn()
+        self._warn(tolerance)
 
-    def _warn(self) -> None:
+    def _warn(self, tolerance: float | None) -> None:
         """Once where sampler and trainer were one policy at the start and are not any more, and where the correction
         for their difference takes most of the gradient."""
         apart, ratio = (
             self.logged.get("rollout/logp_mismatch"),
             self.logged.get("sampling/importance_sampling_ratio/mean"),
         )
-        if apart and self.tolerance is not None and apart[-1] > self.tolerance and not self.noisy:
+        if apart and tolerance is not None and apart[-1] > tolerance and not self.noisy:
             say_once(
-                f"rollout: the sampler's log-probabilities are more than {self.tolerance:.2g} nats from the trainer's,"
+                f"rollout: the sampler's log-probabilities are more than {tolerance:.2g} nats from the trainer's,"
                 " which is no rounding: it may have missed the adapter, or it samples an older policy"
                 " (rollout/logp_mismatch shows it)"
             )

@@ -234,6 +234,7 @@ class Comparison:
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
         quantised: the engine draws with a quantised base, and the trainer's own is another one.
         noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
+        tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
     """
 
     samplers: Samplers
@@ -246,6 +247,7 @@ class Comparison:
     exact: bool = False
     quantised: bool = False
     noise_of_all: bool = False
+    tolerance: float | None = None
 
     @classmethod
     def of(cls, config: Config, **parts: Any) -> Comparison:
@@ -270,18 +272,18 @@ class Comparison:
         the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, or a quantised
         base, of each batch. With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
         engine, processes = self.samplers.engine, self.samplers.processes
-        if self.metrics.tolerance is not None and not (engine.remote or self.exact or self.quantised):
+        if self.tolerance is not None and not (engine.remote or self.exact or self.quantised):
             return
         if batch.sampler is None and not batch.tokens:
             return  # nothing was drawn that is trained on
         why = engine.not_comparable(self.sampling)
         if why or batch.sampler is None:
             why = why or "not given"
-            if self.metrics.tolerance is None:
+            if self.tolerance is None:
                 log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
-            self.metrics.tolerance = math.inf
+            self.tolerance = math.inf
             return
-        first = self.metrics.tolerance is None
+        first = self.tolerance is None
         spread = max(1, len(batch.rows) // COMPARED_ROWS)
         if engine.remote and engine.piece_size:
             spread = min(spread, engine.piece_size)  # of each piece, as another copy may have drawn it
@@ -289,7 +291,6 @@ class Comparison:
         few = batch if self.exact or self.noise_of_all else batch.select(some)
         with self.clock("rollout"):
             trainer = self.samplers.logps(few)
-        tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
         drawn = torch.tensor(
             [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=processes.device
         )
@@ -297,8 +298,8 @@ class Comparison:
         apart, known = difference(few.sampler, trainer, drawn)
         total, count = processes.added_up([apart.abs().sum().item(), float(known.sum())])
         apart_by = total / count if count else None
-        require_same_policy(apart_by, tolerance, workers=engine.remote, quantised=self.quantised)
-        self.metrics.tolerance = tolerance
+        self.tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
+        require_same_policy(apart_by, self.tolerance, workers=engine.remote, quantised=self.quantised)
         if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
         if count and engine.remote:

@@ -34,7 +34,7 @@ from perl.engines.quantised import SCHEMES, Quantisation
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.environments.conversation import Conversations
 from perl.noise.injector import NoiseInjector
-from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+from perl.records import Completion, Sampling, Trajectory, Weights
 from perl.training.processes import Processes
 from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.rollouts import Drawn, Piece, Version
@@ -130,11 +130,9 @@ class PoolEngine:
         """The workers have the prompts when this returns. Every process must come here."""
         return self._handed_out([prompt for prompt in feed if prompt is not None])
 
-    def converse(
-        self, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
-    ) -> Iterator[Trajectory]:
-        """The workers, which have environments and prompts of their own, have the rows when this returns. Every process
-        must come here."""
+    def converse(self, conversations: Conversations, rows: list[Trajectory]) -> Iterator[Trajectory]:
+        """The workers, which have environments of their own, have the rows when this returns. Every process must come
+        here."""
 
         def taking_their_places(drawn: Iterator[tuple[int, Trajectory]]) -> Iterator[Trajectory]:
             for place, row in drawn:

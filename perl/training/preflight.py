@@ -34,6 +34,7 @@ from perl.environments.conversation import Conversations, open_conversations
 from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
+from perl.prompts import ChatTemplate
 from perl.rewards.apart import call_apart
 from perl.rewards.audit import pays_for_nothing, rows_of_columns
 from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
@@ -121,18 +122,17 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoints.check_made(checkpoint, config.training)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
-    kwargs: Any = config.training.chat_template_kwargs
-    conversations = open_conversations(config.environment, source, tokenizer, kwargs) if source else None
+    template = ChatTemplate(tokenizer, config.training.chat_template_kwargs)  # type: ignore[arg-type]
+    conversations = open_conversations(config.environment, source, template) if source else None
+    template = conversations.template if conversations else template
     check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     dataset = build_dataset(
         config.dataset,
-        tokenizer,
+        template,
         graded=grades_rows(config.reward.functions),
         limits=limits_of(config.model.model_name_or_path),
         completion=config.training.max_completion_length,
-        read=conversations.template.prompt if conversations else None,
         columns=config.environment.factory is not None,
-        template_kwargs=kwargs,
     )
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
@@ -141,7 +141,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         check_dynamic_sampling(config.training)
     if source:
         source.check_rows(dataset)  # type: ignore[arg-type]
-    validation = set_up_validation(config, tokenizer, set(dataset[PROBLEM]), conversations)
+    validation = set_up_validation(config, template, set(dataset[PROBLEM]), conversations)
     if source:
         check_patience(config, source, validation)
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
-from perl.prompts import decode, encode, truncated
-from perl.records import Prompt, Trajectory, Weights
+from perl.prompts import ChatTemplate, decode, truncated
+from perl.records import Sampling, Weights
 from perl.rewards.functions import GradeEarly
 from perl.rewards.score import Rewards
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
@@ -76,8 +76,6 @@ from perl.training.stream import PromptStream
 from perl.training.validation import Validation
 
 log = logging.getLogger(__name__)
-
-NextPrompt = Callable[[Trajectory], Prompt]
 
 
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
@@ -129,6 +127,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation, self.conversations = validation, conversations
+        self.template = (
+            conversations.template if conversations else ChatTemplate(processing_class, training.chat_template_kwargs)  # type: ignore[arg-type]
+        )
         self.step = self._make_step(refers, grade_early, peft_config, generation_kwargs)
         self.pending: list[MicroBatch] | None = None
         """The micro-batches of the generation batch that is trained on."""
@@ -276,14 +277,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.conversations is not None:
             self._end_turns(self.conversations.template.end)
         sampling = rollout_sampling(args, generation_kwargs)
-        prompt = functools.partial(
-            Trajectory.next_prompt,
-            sampling=sampling,
-            seed=args.seed,
-            group_size=args.num_generations or 1,
-            context=self._context() if self.conversations else None,
-        )
-        engine = open_engine(self._drawing(peft_config, generation_kwargs, prompt))
+        engine = open_engine(self._drawing(peft_config, generation_kwargs))
         require_comparable(engine, sampling, config)
         stand = self.aux_loss_enabled or rows_stand(args)
         max_tokens = None if stand or not plan.packed else args.max_tokens_per_microbatch
@@ -298,7 +292,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return Step(
             config=config,
             engine=engine,
-            collector=self._make_collector(engine, prompt, grade_early, processes),
+            collector=self._make_collector(engine, sampling, grade_early, processes),
             samplers=samplers,
             comparison=Comparison.of(
                 config,
@@ -322,7 +316,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
-    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any], prompt: NextPrompt) -> Drawing:
+    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any]) -> Drawing:
         return Drawing(
             policy=self.policy(),
             config=self.config,
@@ -336,7 +330,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             gathered=self.gathered,
             whole=self.whole,
             conversations=self.conversations,
-            prompt=prompt,
         )
 
     def _end_turns(self, token: int) -> None:
@@ -380,7 +373,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
 
     def _make_collector(
-        self, engine: PolicyEngine, prompt: NextPrompt, grade_early: GradeEarly | None, processes: Processes
+        self, engine: PolicyEngine, sampling: Sampling, grade_early: GradeEarly | None, processes: Processes
     ) -> Collector:
         args, algorithm = self.args, self.config.algorithm
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
@@ -392,7 +385,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             read=self._read,
             text=functools.partial(decode, self.processing_class),
             engine=engine,
-            prompt=prompt,
+            sampling=sampling,
             rewards=Rewards(
                 self.reward_funcs,  # type: ignore[arg-type]
                 self.reward_func_names,
@@ -409,6 +402,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             max_resample_factor=algorithm.max_resample_factor if dynamic else None,
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
             conversations=self.conversations,
+            longest=self._context() if self.conversations else None,
             batches_ahead=batches_ahead(self.config.rollout),
         )
 
@@ -423,12 +417,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _read(self, row: dict[str, Any]) -> Read:
         prompt = row["prompt"]
-        if self.conversations is not None:
-            return Read(tuple(self.conversations.template.prompt(prompt)))
         if not is_chat(prompt):
             return Read(tuple(self._tokenizer(text=prompt)["input_ids"]))
         images = tuple(each["bytes"] for each in row.get("images") or ())
-        ids = encode(self.processing_class, prompt, images, self.chat_template_kwargs)  # type: ignore[arg-type]
+        ids = self.template.prompt(prompt, images)
         data = self.config.dataset
         if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
             return Read(tuple(ids), images)
@@ -558,7 +550,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
             logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-        self.step.metrics.flush()
+        self.step.metrics.flush(self.step.comparison.tolerance)
         super().log(logs, start_time)
 
     def _run_state(self) -> dict[str, Any]:

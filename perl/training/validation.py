@@ -34,7 +34,7 @@ from perl.base.errors import UserError
 from perl.base.files import SAVING, json_line, read_json, write_json
 from perl.base.provenance import Provenance, provenance, text_hash
 from perl.engines.base import Engine, PolicyEngine
-from perl.environments.scored import asked_of, converse
+from perl.environments.scored import converse, row_of_sample, trajectory_of
 from perl.environments.tools import identity_of
 from perl.grading import Grader, rules_hash
 from perl.models import folders
@@ -195,7 +195,8 @@ class Validation(TrainerCallback):
         """As `Engine.stream`."""
         if self.setup.conversations is None:
             return engine.stream(list(samples))
-        return converse(self.setup.conversations, engine, map(asked_of, samples), self.setup.context)
+        rows = (trajectory_of(s, s.key, s.index, row_of_sample(s), self.setup.context) for s in samples)
+        return converse(self.setup.conversations, engine, rows)
 
     def _too_long(self, sample: Sample) -> str:
         return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.context}"

@@ -18,14 +18,13 @@ from perl.environments.scored import row_of_sample
 from perl.models import folders
 from perl.models.folders import resolve_model
 from perl.models.images import tokenizer_of
+from perl.prompts import ChatTemplate
 from perl.runs.setup import merged_base
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import cluster_of
 from perl.tasks import load_problems
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from perl.config.load import Config
 
 log = logging.getLogger(__name__)
@@ -64,13 +63,14 @@ class ValidationSetup:
 
 def set_up_validation(
     config: Config,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     trained: Collection[str],
     conversations: Conversations | None = None,
 ) -> ValidationSetup | None:
     """The samples of every dataset, None where none is named. A UserError names the flag.
 
     Args:
+        template: what words the prompts.
         trained: perl.tasks.trained.problem_hash of each problem that the run trains on.
         conversations: the run's, with an environment.
     """
@@ -89,19 +89,19 @@ def set_up_validation(
             " less"
         )
     specs = named(validation.datasets, f"{FLAG}datasets", "leave one out")
-    problem_sets = [_problem_set(config, spec, name, tokenizer, conversations) for name, spec in specs.items()]
+    problem_sets = [_problem_set(config, spec, name, template, conversations) for name, spec in specs.items()]
     for problem_set in problem_sets:
         _warn_of_trained(problem_set, trained)
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationSetup(
         config=validation,
         problem_sets=tuple(problem_sets),
-        eos_token_ids=folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
+        eos_token_ids=folders.eos_token_ids(model, model_config, tokenizer_of(template.tokenizer))
         | ({conversations.template.end} if conversations else set()),
         context=context,
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
-        tokenizer=tokenizer,
+        tokenizer=template.tokenizer,
         conversations=conversations,
         scored=scored_quantizations(config),
         trained=ADAPTERS[config.peft.type].result,
@@ -111,7 +111,7 @@ def set_up_validation(
 
 
 def _problem_set(
-    config: Config, spec: str, name: str, tokenizer: PreTrainedTokenizerBase, conversations: Conversations | None
+    config: Config, spec: str, name: str, template: ChatTemplate, conversations: Conversations | None
 ) -> ProblemSet:
     validation = config.validation
     try:
@@ -121,12 +121,7 @@ def _problem_set(
     except UserError as error:
         raise UserError(f"{FLAG}datasets: {error}") from error
     given = {field: value for field in GIVEN if (value := getattr(validation, field)) is not None}
-    template = conversations.template if conversations else None
-    prompt = config.dataset.system_prompt
-    kwargs: Any = config.training.chat_template_kwargs
-    made = make_problem_set(
-        problems, spec, name, tokenizer, given, prompt, flag=FLAG, template=template, template_kwargs=kwargs
-    )
+    made = make_problem_set(problems, spec, name, template, given, config.dataset.system_prompt, flag=FLAG)
     if conversations and conversations.source.needed:
         conversations.source.check_rows([row_of_sample(sample) for sample in made.samples])
     validate(made.sampling)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,12 +15,13 @@ from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
-from perl.records import Prompt, Trajectory
+from perl.records import Trajectory
 from perl.rewards.files import is_file
 from perl.workers.worker import EngineJob, Inbox, Ready, Request, WeightsSpec, WorkerEvent, completed
 
 if TYPE_CHECKING:
     from perl.environments.conversation import Conversations
+    from perl.prompts import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,8 @@ class Talks:
     """How a worker of a training has conversations."""
 
     environment: EnvironmentConfig
-    tokenizer: Any
-    """Whose chat template words the turns."""
-    template_kwargs: dict[str, Any] | None
-    """training.chat_template_kwargs."""
-    prompt: Callable[[Trajectory], Prompt]
-    """What is drawn next of a row."""
+    template: ChatTemplate
+    """Words the turns."""
     hashes: dict[str, str]
     """Of the user's files (`hashes_of`): a worker that starts later, or on another node, has the same."""
 
@@ -47,7 +44,7 @@ class Talks:
                 raise UserError(
                     f"{file} is not what it was when the workers began (on node {socket.gethostname()}); put that back"
                 )
-        return opened(self.environment, self.tokenizer, self.template_kwargs)
+        return opened(self.environment, self.template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +68,22 @@ class TalkJob:
     context: int | None
     """Most tokens of a conversation; None: any number."""
     template_kwargs: dict[str, Any] | None = None
-    """As in Talks."""
+    """What that is given besides."""
 
     def paths(self, weights: WeightsSpec) -> list[str]:
         return [*self.engine.paths(weights), self.tokenizer, *files_of(self.environment)]
 
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
-        from perl.environments.scored import Asked, converse
+        from perl.environments.scored import converse, trajectory_of
         from perl.models.folders import load_tokenizer
+        from perl.prompts import ChatTemplate
 
-        def asked(request: TalkRequest) -> Asked:
+        def row(request: TalkRequest) -> Trajectory:
             key, sample = request.id[-2:]
-            return Asked(prompt=request.prompt, key=str(key), sample=int(sample), row=request.row)
+            return trajectory_of(request.prompt, str(key), int(sample), request.row, self.context)
 
-        with opened(self.environment, load_tokenizer(self.tokenizer), self.template_kwargs) as conversations:
+        template = ChatTemplate(load_tokenizer(self.tokenizer), self.template_kwargs)
+        with opened(self.environment, template) as conversations:
             started = time.monotonic()
             engine = self.engine.build(weights)
             yield Ready(engine.max_num_seqs, time.monotonic() - started)
@@ -92,9 +91,7 @@ class TalkJob:
                 engine,
                 weights,
                 inbox,
-                lambda feed: converse(
-                    conversations, engine, (None if each is None else asked(each) for each in feed), self.context
-                ),
+                lambda feed: converse(conversations, engine, (None if each is None else row(each) for each in feed)),
             )
             engine.close()
 
@@ -119,14 +116,12 @@ def hashes_of(environment: EnvironmentConfig) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def opened(
-    environment: EnvironmentConfig, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
-) -> Iterator[Conversations]:
+def opened(environment: EnvironmentConfig, template: ChatTemplate) -> Iterator[Conversations]:
     """Conversations with these environments, which can be asked inside."""
     from perl.environments.conversation import open_conversations
     from perl.environments.tools import load_environment
 
     source = load_environment(environment)
-    conversations = open_conversations(environment, source, tokenizer, template_kwargs)
+    conversations = open_conversations(environment, source, template)
     with source.opened():
         yield conversations

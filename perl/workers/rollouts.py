@@ -129,7 +129,6 @@ class RolloutJob:
 
     def _conversed(self, conversations: Conversations, copy: Copy, feed: PieceFeed) -> Iterator[tuple[int, Trajectory]]:
         """As `Copy.stream` has it. A row's environment is free at its end."""
-        assert self.talks is not None
         places: dict[int, int] = {}
         """By id of a row, which its piece holds."""
 
@@ -139,7 +138,7 @@ class RolloutJob:
                     places[id(row)] = len(places)
                 yield row
 
-        for row in conversations.run(rows(), copy, self.talks.prompt, in_step=not self.newest):
+        for row in conversations.run(rows(), copy, in_step=not self.newest):
             conversations.free([row])
             yield places[id(row)], row
 

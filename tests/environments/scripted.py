@@ -15,9 +15,9 @@ from transformers.utils import get_json_schema
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Feed
 from perl.environments.conversation import Conversations
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
-from perl.records import Completion, Prompt, Sampling, Trajectory
+from perl.records import Asked, Completion, Prompt, Sampling, Trajectory
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -83,23 +83,24 @@ class Scripted:
         pass
 
 
-def rows_of(conversations: Conversations, count: int, **columns: Any) -> list[Trajectory]:
+def rows_of(
+    conversations: Conversations, count: int, budget: int = 10_000, context: int = 1_000_000, **columns: Any
+) -> list[Trajectory]:
+    """What the collector makes of a prompt, but that its sampling's seed is the row's place here, by which an engine
+    knows it."""
     prompt = [{"role": "user", "content": "What is 2 + 3?"}]
     ids = tuple(conversations.template.prompt(prompt))
+    asked = [Sampling(max_new_tokens=budget, seed=place) for place in range(count)]
     return [
-        Trajectory(row={"prompt": prompt} | columns, position=place, sample=0, prompt_ids=ids) for place in range(count)
+        Trajectory(
+            row={"prompt": prompt} | columns,
+            position=place,
+            sample=0,
+            prompt_ids=ids,
+            asked=Asked(sampling=sampling, key=f"stream-{place}", longest=context),
+        )
+        for place, sampling in enumerate(asked)
     ]
-
-
-def prompts(budget: int = 10_000, context: int = 1_000_000) -> Callable[[Trajectory], Prompt]:
-    """What the collector makes of a row: its seed is the row's place here, its number of tokens what is left."""
-
-    def prompt(row: Trajectory) -> Prompt:
-        ids = row.prompt_ids + tuple(row.token_ids)
-        left = min(budget - len(row.token_ids), context - len(ids))
-        return Prompt(token_ids=ids, seed=row.position, sampling=Sampling(max_new_tokens=left))
-
-    return prompt
 
 
 def text_completion(tokenizer: Any, text: str, end: str | None) -> Completion:
@@ -121,7 +122,7 @@ def talking(
     made = source or EnvironmentSource(
         make=lambda: ToolUse(functions), schemas=[get_json_schema(tool) for tool in tools]
     )
-    template = ChatTemplate(
+    template = ConversationTemplate(
         tokenizer, made.schemas, made.role, config.tool_call_parser, most=config.max_observation_tokens
     )
     return Conversations(source=made, template=template, config=config)

@@ -21,7 +21,7 @@ import torch
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.environments.waiting import Waiting
 from perl.grading import Grader
-from perl.records import Completion, Prompt, Sampling, Trajectory, row_seed
+from perl.records import Completion, Trajectory, row_seed
 from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment, of_environments
 from perl.training.batch import Batch
@@ -29,7 +29,6 @@ from tests.environments.scripted import (
     Scripted,
     add,
     byte_tokenizer,
-    prompts,
     rows_of,
     talking,
     text_completion,
@@ -54,8 +53,7 @@ def saying(*texts: str | None, end: str = END) -> Scripted:
 
 def talk(engine: Scripted, *tools, count: int = 1, budget: int = 10_000, context: int = 10**6, **settings: Any):
     conversations = talking(TOKENIZER, *(tools or (add,)), **settings)
-    rows = rows_of(conversations, count)
-    return list(conversations.run(rows, engine, prompts(budget, context)))
+    return list(conversations.run(rows_of(conversations, count, budget, context), engine))
 
 
 def shown(row) -> list[tuple[str, str]]:
@@ -182,7 +180,7 @@ def test_a_turn_may_end_by_another_token():
     conversations = talking(tokenizer, add)
     texts = iter([('{"name": "add", "parameters": {"a": 2, "b": 3}}', "<|eom_id|>"), ("5", "<|eot_id|>")])
     engine = Scripted(lambda prompt: text_completion(tokenizer, *next(texts)))
-    (row,) = conversations.run(rows_of(conversations, 1), engine, prompts())
+    (row,) = conversations.run(rows_of(conversations, 1), engine)
     assert tokenizer.decode(row.token_ids) == (
         '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eom_id|><|start_header_id|>ipython<|end_header_id|>\n\n"5"'
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n5<|eot_id|>"
@@ -231,7 +229,7 @@ def test_a_conversation_that_is_over_is_not_kept():
                 yield None
             yield rows_of(conversations, 1)[0]
 
-    for row in conversations.run(coming(), saying(CALL, "5"), prompts()):
+    for row in conversations.run(coming(), saying(CALL, "5")):
         conversations.free([row])
         assert (row.turns, row.failure) == (2, None)
         told[0] += 1
@@ -263,13 +261,13 @@ def test_other_rows_are_drawn_while_a_tool_is_at_work():
         return "yes" if answered.wait(60) else "no"
 
     def say(prompt):
-        if prompt.seed == 1:
-            turns = sum(each.seed == 1 for each in engine.prompts)
+        if prompt.sampling.seed == 1:
+            turns = sum(each.sampling.seed == 1 for each in engine.prompts)
             if turns < 3:
                 return text_completion(TOKENIZER, CALL, END)  # a tool that answers at once
             answered.set()
             return text_completion(TOKENIZER, "5", END)
-        first = sum(each.seed == 0 for each in engine.prompts) == 1
+        first = sum(each.sampling.seed == 0 for each in engine.prompts) == 1
         return text_completion(TOKENIZER, CALL.replace("add", "ask") if first else "5", END)
 
     engine = Scripted(say)
@@ -285,7 +283,7 @@ def test_each_turn_and_each_answer_is_a_sign_of_life():
     conversations.on_turn = lambda: signs.append(1)
     rows = rows_of(conversations, 2)
     engine = saying(CALL, "5")
-    found = list(conversations.run(rows, engine, prompts(10_000, 10**6)))
+    found = list(conversations.run(rows, engine))
     assert [row.turns for row in found] == [2, 2]
     assert len(signs) == 2 * 6  # the end of the last turn is the environment's affair too
 
@@ -295,6 +293,8 @@ def test_rows_come_while_others_are_under_way():
     nothing of them to draw."""
     conversations = talking(TOKENIZER, add)
     rows = rows_of(conversations, 4)
+    for row in rows[::2]:
+        row.asked = replace(row.asked, longest=0)
     told: list[int] = []
 
     def coming():
@@ -303,15 +303,10 @@ def test_rows_come_while_others_are_under_way():
                 yield None
             yield row
 
-    budget = prompts()
-    for row in conversations.run(coming(), saying("5"), lambda row: budget(row) if row.position % 2 else none_of(row)):
+    for row in conversations.run(coming(), saying("5")):
         told.append(row.position)
     assert told == [0, 1, 2, 3]
     assert [row.failure is None for row in rows] == [False, True, False, True]
-
-
-def none_of(row):
-    return Prompt(token_ids=row.prompt_ids, seed=0, sampling=Sampling(max_new_tokens=0))
 
 
 def test_a_tool_that_takes_too_long_is_an_error_to_the_model():
@@ -523,8 +518,8 @@ def test_an_environment_of_trls_form():
     conversations = talking(TOKENIZER, source=guesses())
     rows = rows_of(conversations, 2, gold="7")
     texts = {0: [guess(3), guess(7), "7"], 1: [guess(99), "3"]}
-    engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.seed].pop(0), END))
-    list(conversations.run(rows, engine, prompts()))
+    engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.sampling.seed].pop(0), END))
+    list(conversations.run(rows, engine))
     first, second = rows
     assert first.row["prompt"] == [{"role": "user", "content": "What is 2 + 3? Guess from 0 to 10."}]
     assert list(first.prompt_ids) == conversations.template.prompt(first.row["prompt"])
@@ -542,7 +537,7 @@ def test_an_environment_of_trls_form():
     assert [row.rewards for row in rows] == [[5.0, 1.0], [3.0, 0.0]]
     conversations.free(rows)
     again = rows_of(conversations, 2, gold="8")
-    list(conversations.run(again, saying("8"), prompts()))
+    list(conversations.run(again, saying("8")))
     assert [row.environment.instance.made for row in again] == [2, 2]  # constructed once, reset for each
     assert rows[0].environment is None
 
@@ -564,7 +559,7 @@ def test_what_an_environment_raises_is_the_failure_of_its_trajectory():
     rows = [rows_of(conversations, 1, gold=str(number))[0] for number in range(5)]
     for place, row in enumerate(rows):
         row.position = place
-    list(conversations.run(rows, saying("5"), prompts()))
+    list(conversations.run(rows, saying("5")))
     reasons = [row.failure and row.failure.partition(" (")[0] for row in rows]
     assert reasons == [
         None,
@@ -597,7 +592,7 @@ def test_a_reset_may_change_its_row():
     rows = rows_of(conversations, 3, gold="5")
     given = rows[0].row
     before = copy.deepcopy(given)
-    list(conversations.run(rows, saying("5"), prompts()))
+    list(conversations.run(rows, saying("5")))
     assert [row.failure for row in rows] == [None] * 3
     assert given == before
     assert [row.row["prompt"][-1]["content"].count("extra") for row in rows] == [1] * 3
@@ -619,7 +614,7 @@ def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
 
     conversations = talking(TOKENIZER, source=guesses(Hangs), tool_timeout_s=0.2)
     rows = rows_of(conversations, 1, gold="7")
-    list(conversations.run(rows, saying(guess(7), "7"), prompts()))
+    list(conversations.run(rows, saying(guess(7), "7")))
     assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
     conversations.free(rows)
     assert conversations.instances == []
@@ -638,7 +633,7 @@ def test_an_environment_that_is_made_too_late_is_free_for_the_next_row():
     conversations = talking(TOKENIZER, source=replace(quick, make=make), tool_timeout_s=0.2)
     rows = rows_of(conversations, 1, gold="7")
     before = set(threading.enumerate())
-    list(conversations.run(rows, saying("7"), prompts()))
+    list(conversations.run(rows, saying("7")))
     conversations.free(rows)
     may.set()
     for thread in set(threading.enumerate()) - before:
@@ -646,7 +641,7 @@ def test_an_environment_that_is_made_too_late_is_free_for_the_next_row():
     assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
     assert (rows[0].environment, len(conversations.instances)) == (None, 1)
     conversations.config = replace(conversations.config, tool_timeout_s=60.0)
-    (again,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
+    (again,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"))
     assert (again.failure, again.environment.instance.made) == (None, 1)
     batch = Batch.of([again], torch.device("cpu"), False, len(again.token_ids), False)
     assert Batch.restored(pickle.loads(pickle.dumps(batch.state()))).rows[0].environment is None
@@ -670,8 +665,8 @@ def test_an_environment_of_our_own_form():
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=Dialogue, role="user"))
     rows = rows_of(conversations, 3)
     texts = {0: ["5", "6", "7"], 1: ["text"], 2: ["odd"]}
-    engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.seed].pop(0), END))
-    list(conversations.run(rows, engine, prompts()))
+    engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.sampling.seed].pop(0), END))
+    list(conversations.run(rows, engine))
     assert shown(rows[0]) == [
         ("assistant", "5"), ("user", "Again?"), ("assistant", "6"), ("user", "Again?"), ("assistant", "7"),
     ]  # fmt: skip
@@ -716,14 +711,14 @@ class Odd:
 def test_what_no_file_takes_is_a_failure(said, why):
     """It would end whatever writes the conversation down, and with it all others."""
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=Odd, role="user"))
-    (row,) = conversations.run(rows_of(conversations, 1, said=said), saying("5", "6"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1, said=said), saying("5", "6"))
     assert why in (row.failure or "")
     json.dumps([row.failure, row.completion], ensure_ascii=False).encode()
 
 
 def test_further_fields_of_a_message_are_kept():
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=Odd, role="user"), max_turns=2)
-    (row,) = conversations.run(rows_of(conversations, 1, said={"at": [1.5]}), saying("5", "6"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1, said={"at": [1.5]}), saying("5", "6"))
     assert row.failure is None
     assert row.completion
     assert row.completion[1] == {"role": "user", "content": "and", "at": [1.5]}
@@ -737,7 +732,7 @@ class Role(enum.StrEnum):
 def test_a_text_of_the_users_own_kind_becomes_a_text(said):
     """A process that has not run the user's file, as a Ray actor, could not read it."""
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=Odd, role="user"), max_turns=2)
-    (row,) = conversations.run(rows_of(conversations, 1, said=said), saying("5", "6"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1, said=said), saying("5", "6"))
     assert row.failure is None
     assert "Role" not in repr([row.completion, row.row["prompt"]])
 
@@ -753,7 +748,7 @@ def test_timed_out_of_an_environment_is_its_own_affair():
             never.wait(60)
 
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=Held, role="user"), tool_timeout_s=0.3)
-    (row,) = conversations.run(rows_of(conversations, 1), saying("5"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1), saying("5"))
     assert row.failure == "no answer within 0.3 s (environment.tool_timeout_s)"
     never.set()
 
@@ -764,7 +759,7 @@ def test_outcomes_of_an_environment_are_its_own_affair(outcomes):
     made = Dialogue()
     made.outcomes = outcomes  # type: ignore[attr-defined]
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=lambda: made, role="user"))
-    (row,) = conversations.run(rows_of(conversations, 1), saying("7"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1), saying("7"))
     assert (row.failure, row.outcomes) == (None, [])
 
 
@@ -786,9 +781,9 @@ def test_what_reset_has_added_and_has_no_room_is_not_kept():
             return "x" * 5000
 
     conversations = talking(TOKENIZER, source=guesses(Long))
-    rows = rows_of(conversations, 1, gold="7")
+    rows = rows_of(conversations, 1, context=4096, gold="7")
     before = rows[0].prompt_ids, rows[0].row
-    list(conversations.run(rows, saying("7"), prompts(context=4096)))
+    list(conversations.run(rows, saying("7")))
     assert rows[0].failure == f"the prompt's {len(before[0]) + 5000} tokens leave no room in the model's context"
     assert (rows[0].prompt_ids, rows[0].row) == before
 
@@ -818,7 +813,7 @@ def test_a_reward_that_is_not_finite_is_as_one_of_a_function(given):
             return given
 
     conversations = talking(TOKENIZER, source=guesses(Gives))
-    (row,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"))
     rewards = Rewards([environment], ["environment"], torch.ones(1), environments=True)
     rewards.score([row], None)
     assert (row.environment_reward, row.rewards, len(rewards.infinite([row]))) == (math.inf, [math.inf], 1)
@@ -854,7 +849,7 @@ def test_a_tool_is_called_by_the_name_that_the_model_is_told():
 
     conversations = talking(TOKENIZER, source=replace(guesses(Looks), rewards=False))
     (name,) = [schema["function"]["name"] for schema in conversations.source.schemas]
-    (row,) = conversations.run(rows_of(conversations, 1), saying(asked(name), "so"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1), saying(asked(name), "so"))
     assert shown(row)[1] == ("tool", "seen a")
 
 

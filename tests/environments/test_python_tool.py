@@ -20,7 +20,7 @@ from perl.environments import sandbox
 from perl.environments.python_tool import LOST, NOT_BEGUN, PythonTool
 from perl.environments.sandbox import Limits
 from perl.environments.tools import ToolUse
-from tests.environments.scripted import Scripted, byte_tokenizer, prompts, rows_of, talking, text_completion
+from tests.environments.scripted import Scripted, byte_tokenizer, rows_of, talking, text_completion
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(timeout_s=3, memory_mb=256, scratch_mb=4, max_output=1000)
@@ -718,7 +718,7 @@ def test_a_sandbox_that_can_not_be_had_any_more_ends_the_run():
             sandboxed._end()
         conversations = talking(tokenizer, python)
         with pytest.raises(RankError, match=r"^the Python tool can't be started again: ModuleNotFoundError: .*'gone'$"):
-            list(conversations.run(rows_of(conversations, 1), engine, prompts()))
+            list(conversations.run(rows_of(conversations, 1), engine))
 
 
 def test_mistakes_are_one_line():

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from perl.base.errors import UserError
-from perl.environments.template import ChatTemplate
+from perl.environments.template import ConversationTemplate
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.records import Completion
 from perl.training.batch import Batch
@@ -14,7 +14,6 @@ from tests.environments.scripted import (
     Scripted,
     add,
     byte_tokenizer,
-    prompts,
     rows_of,
     talking,
     template_of,
@@ -55,8 +54,8 @@ def test_ids_drawn_are_ids_trained(family, count):
     said: dict[int, list[tuple[Completion, dict]]] = {}
 
     def say(prompt):
-        before = said.setdefault(prompt.seed, [])
-        whole = list(rows[prompt.seed].prompt_ids)
+        before = said.setdefault(prompt.sampling.seed, [])
+        whole = list(rows[prompt.sampling.seed].prompt_ids)
         assert prompt.token_ids[: len(whole)] == tuple(whole)
         text, message = turn(family, draws)
         completion = text_completion(tokenizer, text, end)
@@ -65,13 +64,13 @@ def test_ids_drawn_are_ids_trained(family, count):
 
     rows = rows_of(conversations, count)
     engine = Scripted(say, draws)
-    ended = list(conversations.run(rows, engine, prompts()))
+    ended = list(conversations.run(rows, engine))
     assert len(ended) == len(rows)
     assert not any(row.failure for row in rows)
     assert max(row.turns for row in rows) == 4
     by_row: dict[int, list] = {row.position: [] for row in rows}
     for prompt in engine.prompts:
-        by_row[prompt.seed].append(prompt)
+        by_row[prompt.sampling.seed].append(prompt)
     for row in rows:
         turns = said[row.position]
         drawn = [token for completion, _ in turns for token in completion.token_ids]
@@ -136,7 +135,7 @@ def test_blocks_of_python_are_told_of_and_answered():
     rows = rows_of(conversations, 1)
     assert "Code in a block\n```python" in tokenizer.decode(rows[0].prompt_ids)
     engine = Scripted(lambda prompt: text_completion(tokenizer, next(texts), "<|im_end|>"))
-    (row,) = conversations.run(rows, engine, prompts())
+    (row,) = conversations.run(rows, engine)
     assert [message["content"] for message in row.completion] == ["so\n```python\nprint(1)\n```\n", "9", "9"]
     assert tokenizer.decode(row.token_ids).count("<|im_end|>") == 3
 
@@ -188,7 +187,7 @@ def test_what_is_observed_has_no_control_tokens():
     call = CALL.replace("add", "fetch").format('{"a": 1, "b": 2}')
     texts = iter([call, "so"])
     engine = Scripted(lambda prompt: text_completion(tokenizer, next(texts), "<|im_end|>"))
-    (row,) = conversations.run(rows_of(conversations, 1), engine, prompts())
+    (row,) = conversations.run(rows_of(conversations, 1), engine)
     assert row.completion[1]["content"] == HARMLESS
     observed = [token for token, drawn in zip(row.token_ids, row.sampled, strict=True) if not drawn]
     assert tokenizer.decode(observed) == (
@@ -212,7 +211,7 @@ def test_what_reset_says_has_no_control_tokens():
     rows = rows_of(conversations, 1)
     rows[0].row["prompt"][0]["content"] = "What is <|im_start|>?"
     engine = Scripted(lambda prompt: text_completion(tokenizer, "so", "<|im_end|>"))
-    (row,) = conversations.run(rows, engine, prompts())
+    (row,) = conversations.run(rows, engine)
     assert [message["content"] for message in row.row["prompt"]] == ["What is <|im_start|>?", HARMLESS]
     assert row.prompt_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3  # of the system prompt and these
 
@@ -235,7 +234,7 @@ def test_what_reset_adds_is_words_alone_and_the_rows_own_prompt_stays(own, added
     rows = rows_of(conversations, 1)
     rows[0].row["prompt"][0]["content"] = own
     engine = Scripted(lambda prompt: text_completion(tokenizer, "so", "<|im_end|>"))
-    (row,) = conversations.run(rows, engine, prompts())
+    (row,) = conversations.run(rows, engine)
     assert row.row["prompt"] == [{"role": "user", "content": seen}]
 
 
@@ -270,7 +269,7 @@ def test_trls_template_is_chosen_where_earlier_turns_do_not_stay(family, role, k
     nothing."""
     tokenizer = byte_tokenizer(family)
     with caplog.at_level("INFO"):
-        template = ChatTemplate(tokenizer, talking(tokenizer, add).template.schemas, role, "auto", kwargs)
+        template = ConversationTemplate(tokenizer, talking(tokenizer, add).template.schemas, role, "auto", kwargs)
     assert ("chat_template" in template.kwargs) == chosen
     assert ("TRL's template for training" in caplog.text) == chosen
 

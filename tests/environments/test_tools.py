@@ -15,6 +15,7 @@ from perl.environments import python_tool
 from perl.environments.scored import row_of_sample
 from perl.environments.tools import ToolUse, columns_of, load_environment
 from perl.grading import Grader
+from perl.prompts import ChatTemplate
 from perl.rewards.files import ROW
 from perl.rewards.functions import build_rewards, reward_context
 from perl.runs.setup import PROBLEM, build_dataset
@@ -189,7 +190,7 @@ def test_reset_gets_all_columns_of_a_row(tmp_path, caplog):
     pandas.DataFrame([row | {"raw": b"x", "tries": [2, 4]}]).to_parquet(tmp_path / "rows.parquet")
     source = load_environment(EnvironmentConfig(factory=f"{tmp_path}/env.py:Game"))
     data = DatasetConfig(dataset_name_or_path=str(tmp_path / "rows.parquet"))
-    dataset = build_dataset(data, tiny_tokenizer(), graded=False, columns=True).remove_columns(PROBLEM)
+    dataset = build_dataset(data, ChatTemplate(tiny_tokenizer()), graded=False, columns=True).remove_columns(PROBLEM)
     (problem,) = load_problems(str(tmp_path / "rows.parquet"), graded=False, columns=True)
     sample = SimpleNamespace(problem=problem, messages=problem.messages)
     seen = {"word": "crane", "level": 3, "answer": "crane", "tries": [2, 4], "gold": "crane", "task": problem.task}
@@ -359,7 +360,7 @@ def test_dynamic_sampling_by_the_reward_of_an_environment(file, tmp_path):
 def test_a_model_that_takes_images_is_refused(file):
     source = load_environment(EnvironmentConfig(tools=[f"{file}:add"]))
     with pytest.raises(UserError, match="a model that takes images answers in one turn"):
-        open_conversations(EnvironmentConfig(), source, SimpleNamespace(image_processor=None))
+        open_conversations(EnvironmentConfig(), source, ChatTemplate(SimpleNamespace(image_processor=None)))
 
 
 def test_flags_without_effect():

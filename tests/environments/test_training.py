@@ -198,7 +198,7 @@ def test_conversations_that_all_fail_make_no_update_where_such_are_skipped(tmp_p
     trainer.train()
     assert trainer.nonfinite.skipped == 2
     assert all(torch.equal(steps.weights[-1][name], weight) for name, weight in before.items())
-    assert trainer.step.metrics.tolerance is None  # sampler and trainer are still to be compared
+    assert trainer.step.comparison.tolerance is None  # sampler and trainer are still to be compared
 
 
 @pytest.mark.parametrize("engine", ["fast", "generate"])

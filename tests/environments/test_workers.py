@@ -11,7 +11,6 @@ import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from transformers import TrainerCallback
 from perl.base.errors import RankError, UserError
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.workers.rollouts import RolloutJob
-from tests.environments.scripted import Scripted, byte_tokenizer, prompts, rows_of, talking, text_completion
+from tests.environments.scripted import Scripted, byte_tokenizer, rows_of, talking, text_completion
 from tests.environments.training import fields_of
 from tests.environments.working import conversations_of, make_place, train
 from tests.quantised import needs_int8
@@ -133,7 +132,7 @@ def test_a_row_leaves_its_worker_without_an_environment_that_comes_too_late():
     source = EnvironmentSource(make=lambda: ToolUse({}, Late()))
     conversations = talking(tokenizer, source=source, tool_timeout_s=0.1)
     given = dict.fromkeys((each.name for each in fields(RolloutJob)), None)
-    job = RolloutJob(**given | {"newest": False, "talks": SimpleNamespace(prompt=prompts())})  # type: ignore[arg-type]
+    job = RolloutJob(**given | {"newest": False})  # type: ignore[arg-type]
     engine: Any = Scripted(lambda prompt: text_completion(tokenizer, "5", "<|im_end|>"))
     feed: Any = rows_of(conversations, 2)
     talked = list(job._conversed(conversations, engine, feed))

@@ -16,6 +16,7 @@ import torch
 
 from perl.config.schema import EnvironmentConfig, NoiseConfig
 from perl.models.folders import load_model
+from perl.prompts import ChatTemplate
 from perl.training.batch import Batch
 from perl.workers.conversations import opened
 from tests.environments.calling import calling_tokenizer, save_calling
@@ -116,7 +117,7 @@ def train(
     model.name_or_path = str(place / "model")
     fixed: dict[str, Any] = {"max_completion_length": 64, "max_steps": 3, "prompts": SUMS, "noise": NOISE}
     fixed |= {"per_device_train_batch_size": 8, "engine": "fast", "rewards": [reward]}
-    with opened(EnvironmentConfig(max_turns=3, **named), tokenizer) as conversations:
+    with opened(EnvironmentConfig(max_turns=3, **named), ChatTemplate(tokenizer)) as conversations:
         trainer = make_trainer(
             folder, model=model, tokenizer=tokenizer, conversations=conversations, rollout=rollout, **fixed | settings
         )

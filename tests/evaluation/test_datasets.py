@@ -6,7 +6,7 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.datasets import given, load_problem_set, load_problem_sets
-from perl.prompts import PromptStyle, build_messages
+from perl.prompts import ChatTemplate, PromptStyle, build_messages
 from perl.records import Problem, row_seed
 from perl.scoring.samples import cluster_of, folder_name, problem_keys, sampling_of_task
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
@@ -27,7 +27,7 @@ def test_keys_follow_content_and_occurrence():
 
 
 def test_rows_have_their_own_seeds(config, sums):
-    made = load_problem_set(config, tiny_tokenizer(), str(sums), "sums")
+    made = load_problem_set(config, ChatTemplate(tiny_tokenizer()), str(sums), "sums")
     assert len(made.keys) == 40
     assert len(made.samples) == 640
     assert len({sample.seed for sample in made.samples}) == 640
@@ -40,9 +40,8 @@ def test_rows_have_their_own_seeds(config, sums):
 def test_the_chat_template_gets_its_arguments(config, sums):
     """A template that closes the thoughts where enable_thinking is false, as Qwen3's does."""
     tokenizer = tiny_tokenizer(f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}0 0{{% endif %}}")
-    plain = load_problem_set(config, tokenizer, str(sums), "sums")
-    told = replace(config, chat_template_kwargs={"enable_thinking": False})
-    made = load_problem_set(told, tokenizer, str(sums), "sums")
+    plain = load_problem_set(config, ChatTemplate(tokenizer), str(sums), "sums")
+    made = load_problem_set(config, ChatTemplate(tokenizer, {"enable_thinking": False}), str(sums), "sums")
     zero = tokenizer.convert_tokens_to_ids("0")
     for one, other in zip(plain.samples, made.samples, strict=True):
         assert other.token_ids == (*one.token_ids, zero, zero)
@@ -50,12 +49,12 @@ def test_the_chat_template_gets_its_arguments(config, sums):
     assert "chat_template_kwargs" not in plain.asked
     assert made.asked["chat_template_kwargs"] == {"enable_thinking": False}
     with pytest.raises(UserError, match="the chat template fails: "):
-        load_problem_set(replace(config, chat_template_kwargs={"tokenize": True}), tokenizer, str(sums), "sums")
+        load_problem_set(config, ChatTemplate(tokenizer, {"tokenize": True}), str(sums), "sums")
 
 
 def test_more_samples_keep_the_rows_there_are(config, sums):
-    few = load_problem_set(config, tiny_tokenizer(), str(sums), "sums")
-    more = load_problem_set(replace(config, n=20), tiny_tokenizer(), str(sums), "sums")
+    few = load_problem_set(config, ChatTemplate(tiny_tokenizer()), str(sums), "sums")
+    more = load_problem_set(replace(config, n=20), ChatTemplate(tiny_tokenizer()), str(sums), "sums")
     again = [replace(sample, sampling=few.sampling) for sample in more.samples]
     assert [sample for sample in few.samples if sample not in again] == []
 
@@ -76,21 +75,21 @@ def test_few_shot_from_the_train_file(tmp_path, config):
     for split, rows in (("train", train), ("test", [{"question": "test", "answer": "#### 4"}])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = load_problem_set(
-        replace(config, few_shot="2", system_prompt="Be brief."), tiny_tokenizer(), str(tmp_path), "x"
+        replace(config, few_shot="2", system_prompt="Be brief."), ChatTemplate(tiny_tokenizer()), str(tmp_path), "x"
     )
     assert made.styles["gsm8k"].few_shot == tuple((row["question"], row["answer"]) for row in train[:2])
     text = made.samples[0].prompt_text
     assert text.index("Be brief.") < text.index("train 0") < text.index("derivation of 1") < text.index("test")
     with pytest.raises(UserError, match="holds 3 usable rows"):
-        load_problem_set(replace(config, few_shot="5"), tiny_tokenizer(), str(tmp_path), "x")
+        load_problem_set(replace(config, few_shot="5"), ChatTemplate(tiny_tokenizer()), str(tmp_path), "x")
 
 
 def test_few_shot_examples_must_not_be_scored(tmp_path, config, sums):
     with pytest.raises(UserError, match="among the problems"):
-        load_problem_set(replace(config, few_shot="1"), tiny_tokenizer(), str(sums), "x")
+        load_problem_set(replace(config, few_shot="1"), ChatTemplate(tiny_tokenizer()), str(sums), "x")
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"question": "1 + 1 ?", "answer": "#### 2"}\n')
-    made = load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+    made = load_problem_set(replace(config, few_shot=str(shots)), ChatTemplate(tiny_tokenizer()), str(sums), "x")
     assert made.styles["gsm8k"].few_shot == (("1 + 1 ?", "#### 2"),)
     refused = {
         b'{"question": "1 + 1 ?"}\n': r"shots\.jsonl:1: not a row",
@@ -100,13 +99,13 @@ def test_few_shot_examples_must_not_be_scored(tmp_path, config, sums):
     for content, message in refused.items():
         shots.write_bytes(content)
         with pytest.raises(UserError, match=message):
-            load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+            load_problem_set(replace(config, few_shot=str(shots)), ChatTemplate(tiny_tokenizer()), str(sums), "x")
 
 
 def test_examples_may_hold_any_line_separator_of_unicode(tmp_path, config, sums):
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"question": "1\u2028+ 1 ?", "answer": "#### 2"}\n', encoding="utf-8")
-    made = load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+    made = load_problem_set(replace(config, few_shot=str(shots)), ChatTemplate(tiny_tokenizer()), str(sums), "x")
     assert made.styles["gsm8k"].few_shot == (("1\u2028+ 1 ?", "#### 2"),)
 
 
@@ -125,5 +124,6 @@ def test_folder_names(tmp_path, config, sums):
     assert folder_name(str(sums)) == "sums"
     with pytest.raises(UserError, match=r"would both be written to .*sums"):
         load_problem_sets(
-            replace(config, dataset=f"{sums},{sums.parent}/../{sums.parent.name}/sums.jsonl"), tiny_tokenizer()
+            replace(config, dataset=f"{sums},{sums.parent}/../{sums.parent.name}/sums.jsonl"),
+            ChatTemplate(tiny_tokenizer()),
         )

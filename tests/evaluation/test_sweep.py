@@ -97,7 +97,7 @@ def test_no_more_than_two_merged_models_lie_on_disk(settings, run, tiny, tmp_pat
     sweep = replace(settings, adapter=adapters, result_dir=str(tmp_path / "out"))
     setup = Setup.of(sweep)
     runs = [
-        CandidateRun.open(setup, candidate, load_problem_sets(sweep, setup.tokenizer)) for candidate in setup.candidates
+        CandidateRun.open(setup, candidate, load_problem_sets(sweep, setup.template)) for candidate in setup.candidates
     ]
     with WeightsAhead(setup, runs) as weights:
         taken = 0

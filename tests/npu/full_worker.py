@@ -63,7 +63,7 @@ def main() -> None:
         "clean_in_loss": seen,
         "kl": [row["kl"] for row in trainer.state.log_history if "kl" in row],
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-        "tolerance": trainer.step.metrics.tolerance,
+        "tolerance": trainer.step.comparison.tolerance,
         "dtype": str(policy.dtype),
     }
     if trainer.args.process_index == 0:

@@ -106,7 +106,7 @@ def run(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "adapted": asdict(trainer.noise_stage.adapted),
         "rms": trainer.noise.rms,
         "merged": [sorted(rollout) for rollout in merged],
-        "tolerance": trainer.step.metrics.tolerance,
+        "tolerance": trainer.step.comparison.tolerance,
         "graphs": len(captured),
     }
 

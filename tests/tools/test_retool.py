@@ -16,6 +16,7 @@ from perl.base.errors import UserError
 from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
 from perl.models.folders import load_tokenizer
+from perl.prompts import ChatTemplate
 from perl.tools import arithmetic, real, retool
 from perl.tools.arithmetic import Problem
 from perl.tools.fetch import MODELS
@@ -107,7 +108,7 @@ def test_sft_and_rollout_see_the_same_tokens(tmp_path):
     is observed between them; only what is drawn is marked for the loss."""
     tokenizer = load_tokenizer(str(save_bytes(tmp_path / "model", retool.TEMPLATE.read_text())))
     config = retool.environment(settings())
-    template = open_conversations(config, load_environment(config), tokenizer).template
+    template = open_conversations(config, load_environment(config), ChatTemplate(tokenizer)).template
     assert template.lists_tools
     row = rows()["sft"][0]
     call, answer = row["messages"][1], row["messages"][2]

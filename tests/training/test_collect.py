@@ -12,7 +12,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +102,7 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
         read=lambda row: Read((int(row["prompt"]),)),
         text=str,
         engine=Engine(),  # type: ignore[arg-type]
-        prompt=partial(Trajectory.next_prompt, sampling=Sampling(), seed=0, group_size=2, context=None),
+        sampling=Sampling(),
         rewards=Rewards([reward], ["reward"], torch.ones(1)),
         grade_early=None,
         batch=needed,

@@ -68,7 +68,7 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
 
     comparison = compared(
         clock=lambda name: nullcontext(),
-        metrics=SimpleNamespace(tolerance=1e-3, value=lambda name, value: None),
+        metrics=SimpleNamespace(value=lambda name, value: None),
         engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=True, piece_size=pieces),
         processes=SimpleNamespace(
             added_up=lambda numbers: numbers, gathered=lambda things: things, device=torch.device("cpu")

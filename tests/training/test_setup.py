@@ -9,7 +9,7 @@ import pytest
 from perl import prompts
 from perl.base.errors import UserError
 from perl.config.schema import DatasetConfig
-from perl.prompts import encode, truncated
+from perl.prompts import ChatTemplate, encode, truncated
 from perl.runs.setup import build_dataset
 from tests.tiny import tiny_tokenizer
 
@@ -18,9 +18,11 @@ def test_a_folder_is_trained_on_by_its_train_file(tmp_path):
     """The evaluator takes the test file of the same folder."""
     for split, gold in (("train", 3), ("test", 4)):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "What is 1 + 2 ?", "answer": f"#### {gold}"}))
-    dataset = build_dataset(DatasetConfig(dataset_name_or_path=str(tmp_path)), tiny_tokenizer())
+    dataset = build_dataset(DatasetConfig(dataset_name_or_path=str(tmp_path)), ChatTemplate(tiny_tokenizer()))
     assert dataset["gold"] == ["3"]
-    dataset = build_dataset(DatasetConfig(dataset_name_or_path=str(tmp_path), split="test"), tiny_tokenizer())
+    dataset = build_dataset(
+        DatasetConfig(dataset_name_or_path=str(tmp_path), split="test"), ChatTemplate(tiny_tokenizer())
+    )
     assert dataset["gold"] == ["4"]
 
 
@@ -29,7 +31,9 @@ def test_the_log_names_the_task_that_rows_were_taken_for_and_why(tmp_path, caplo
     caplog.set_level("INFO")
     rows = [{"prompt": f"What is 1 + {i} ?", "answer": 1 + i} for i in range(3)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = build_dataset(DatasetConfig(dataset_name_or_path=str(tmp_path / "sums.jsonl")), tiny_tokenizer())
+    dataset = build_dataset(
+        DatasetConfig(dataset_name_or_path=str(tmp_path / "sums.jsonl")), ChatTemplate(tiny_tokenizer())
+    )
     assert dataset["task"] == ["math"] * 3
     assert "sums.jsonl: 3 rows are graded as task math: neither prompt nor answer holds ####" in caplog.text
     assert "--config.dataset.task" in caplog.text
@@ -39,7 +43,7 @@ def test_a_task_that_was_asked_for_is_not_explained(tmp_path, caplog):
     caplog.set_level("INFO")
     (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "What is 1 + 2 ?", "answer": "#### 3"}))
     config = DatasetConfig(dataset_name_or_path=str(tmp_path / "sums.jsonl"), task="gsm8k")
-    build_dataset(config, tiny_tokenizer())
+    build_dataset(config, ChatTemplate(tiny_tokenizer()))
     assert "graded as" not in caplog.text
 
 
@@ -51,7 +55,7 @@ def sums(folder, name, *numbers, **columns):
 
 
 def built(*files, **fields):
-    return build_dataset(DatasetConfig(dataset_name_or_path=list(files), **fields), tiny_tokenizer())
+    return build_dataset(DatasetConfig(dataset_name_or_path=list(files), **fields), ChatTemplate(tiny_tokenizer()))
 
 
 def test_a_list_of_files_is_read_in_its_order(tmp_path, caplog):
@@ -78,19 +82,19 @@ def test_the_first_rows_of_a_list(tmp_path, caplog):
 def test_a_list_that_is_none(tmp_path):
     for named, written in (("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]), ('["a.jsonl",3]', ["a.jsonl", "3"])):
         with pytest.raises(UserError) as several:
-            build_dataset(DatasetConfig(dataset_name_or_path=named), tiny_tokenizer())
+            build_dataset(DatasetConfig(dataset_name_or_path=named), ChatTemplate(tiny_tokenizer()))
         assert str(several.value).endswith(f"several data sets are a list; write '{json.dumps(written)}'")
     with pytest.raises(UserError, match="dataset_name_or_path is empty"):
         built()
     file = sums(tmp_path, "a,b.jsonl", 1)
-    assert len(build_dataset(DatasetConfig(dataset_name_or_path=file), tiny_tokenizer())) == 1
+    assert len(build_dataset(DatasetConfig(dataset_name_or_path=file), ChatTemplate(tiny_tokenizer()))) == 1
 
 
 def test_rows_that_no_task_grades_keep_their_prompt(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps({"prompt": "What is 1 + 2 ?"}))
     config = DatasetConfig(dataset_name_or_path=str(file))
-    row: Any = build_dataset(config, tiny_tokenizer(), graded=False)[0]
+    row: Any = build_dataset(config, ChatTemplate(tiny_tokenizer()), graded=False)[0]
     assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2 ?"}]
     assert (row["gold"], row["task"]) == (None, "")
     assert json.loads(row["row"]) == {
@@ -129,7 +133,7 @@ def test_the_tokenizer_says_nothing_of_rows_that_are_dropped(tmp_path, monkeypat
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = 100
     config = DatasetConfig(dataset_name_or_path=str(tmp_path / "sums.jsonl"), max_prompt_length=100)
-    assert len(build_dataset(config, tokenizer)) == 1
+    assert len(build_dataset(config, ChatTemplate(tokenizer))) == 1
     assert said == []
     tokenizer(rows[1]["question"])
     assert ["Token indices" in text for text in said] == [True]

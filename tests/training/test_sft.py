@@ -22,7 +22,7 @@ from perl.config.sft import parse
 from perl.finetuning.rows import learned, read, to_dataset
 from perl.finetuning.sft import fine_tune, import_trainer
 from perl.models.folders import content_hash
-from perl.prompts import encode
+from perl.prompts import ChatTemplate, encode
 from perl.reports.page import write_report
 from perl.runs.callbacks import MetricsWriter
 from perl.runs.setup import build_dataset
@@ -179,7 +179,7 @@ def test_prompts_are_those_of_the_rollouts(data):
     tokenizer = tiny_tokenizer()
     rows = trainer_of(sums()).train_dataset
     grpo = parse_grpo(["--config.dataset.dataset_name_or_path", str(data)]).build()
-    prompts = build_dataset(grpo.dataset, tokenizer)["prompt"]
+    prompts = build_dataset(grpo.dataset, ChatTemplate(tokenizer))["prompt"]
     for row, prompt, problem in zip(rows, prompts, sums(), strict=True):
         asked = encode(tokenizer, prompt)
         answered = tokenizer.encode(f"{problem['answer']} <|end|> ")

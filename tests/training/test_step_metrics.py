@@ -132,7 +132,7 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
     )
     comparison = compared(
         clock=clock,
-        metrics=SimpleNamespace(tolerance=None),
+        metrics=SimpleNamespace(),
         engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=False),
         processes=processes,
         passes=SimpleNamespace(logps=logps),
@@ -151,18 +151,18 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         Step.batch(step, 0, 1)
     assert (batches[0].sampler is not None) is elsewhere
     assert forwards == ([1] if elsewhere else [])
-    assert math.isfinite(comparison.metrics.tolerance) is elsewhere
+    assert comparison.tolerance is not None
+    assert math.isfinite(comparison.tolerance) is elsewhere
 
 
-def add_apart(made, apart, noisy=False):
+def add_apart(made, apart, tolerance=1e-3, noisy=False):
     made.add_sampler(torch.zeros(1, 1), torch.full((1, 1), apart), mask_of([1]), noisy)
-    made.flush()
+    made.flush(tolerance)
 
 
 def test_a_difference_that_grows_is_said_once(caplog):
     made = metrics()
-    add_apart(made, 5.0)  # nothing was compared at the start
-    made.tolerance = 1e-3
+    add_apart(made, 5.0, tolerance=None)  # nothing was compared at the start
     add_apart(made, 1e-4)
     add_apart(made, 0.3, noisy=True)  # one clean rollout after noisy ones is no reason to compare all by rounding
     assert caplog.messages == []
@@ -191,10 +191,9 @@ def test_ratios_that_take_most_of_the_gradient_are_said_once(caplog):
 def test_what_was_added_goes_on_in_another_process():
     first, second = metrics(), metrics()
     first.mean("a", torch.tensor([[1.0]]), mask_of([1]))
-    first.tolerance, first.noisy = 0.5, True
+    first.noisy = True
     second.restore(first.state())
     second.mean("a", torch.tensor([[3.0]]), mask_of([1]))
-    assert second.tolerance is None  # it compares its own sampler, whatever the first one found
     assert second.noisy
     second.flush()
     assert second.logged["a"] == [2.0]

@@ -25,9 +25,10 @@ from perl.engines.hf import HFEngine
 from perl.evaluation.candidates import find_candidates
 from perl.evaluation.datasets import load_problem_set
 from perl.evaluation.run import evaluate
+from perl.evaluation.setup import Setup
 from perl.grading import RULES, Grader
 from perl.models.folders import content_hash
-from perl.prompts import build_messages, decode, encode
+from perl.prompts import ChatTemplate, build_messages, decode, encode
 from perl.records import Problem, Prompt, Sample, Sampling
 from perl.runs.callbacks import ProgressLine
 from perl.scoring.results import read_samples, same_model
@@ -35,6 +36,7 @@ from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
 from perl.training.grpo import train
+from perl.training.preflight import check_run
 from perl.training.validation import Validation, best_so_far, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
@@ -431,7 +433,7 @@ def test_a_run_that_goes_on_elsewhere_takes_its_best_along(made, flags, validate
 def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
     """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
     setup = set_up_validation(
-        parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), tiny_tokenizer(), ()
+        parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), ChatTemplate(tiny_tokenizer()), ()
     )
     assert setup is not None
     with Grader() as grader:
@@ -493,12 +495,12 @@ def test_two_files_of_one_name_are_told_apart_by_their_folders(made, flags, tmp_
     shutil.copyfile(made / "others.jsonl", tmp_path / "math" / "others.jsonl")
     both = [str(made / "others.jsonl"), str(tmp_path / "math" / "others.jsonl")]
     config = parse(flags(VALIDATION, validation__datasets=json.dumps(both))).build()
-    setup = set_up_validation(config, tiny_tokenizer(), set())
+    setup = set_up_validation(config, ChatTemplate(tiny_tokenizer()), set())
     assert setup is not None
     assert [each.name for each in setup.problem_sets] == [f"{made.name}_others", "math_others"]
     config.validation.datasets = [both[0], both[0]]
     with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to .*others; leave"):
-        set_up_validation(config, tiny_tokenizer(), set())
+        set_up_validation(config, ChatTemplate(tiny_tokenizer()), set())
 
 
 @pytest.mark.parametrize(("workers", "engine", "tp_size", "context"), [(0, "vllm", 2, 96), (1, "hf", 1, 512)])
@@ -506,22 +508,25 @@ def test_where_workers_draw_by_vllm_the_trainers_own_model_validates(made, flags
     changed: dict[str, Any] = {"validation__datasets": f'["{made / "others.jsonl"}"]', "rollout__engine": "vllm"}
     changed |= {"training__vllm_max_model_length": 96, "training__vllm_tensor_parallel_size": tp_size}
     config = parse(flags(VALIDATION, rollout__workers=workers, **changed)).build()
-    setup = set_up_validation(config, tiny_tokenizer(), set())
+    setup = set_up_validation(config, ChatTemplate(tiny_tokenizer()), set())
     assert setup is not None
     assert (setup.engine, setup.tp_size, setup.context) == (engine, tp_size, context)
 
 
-def test_it_asks_as_the_training_does(made, flags):
+def test_it_asks_as_the_training_does(made, flags, tmp_path):
     """And as perl/eval.py --chat_template_kwargs: the template's arguments are the training's."""
-    tokenizer = tiny_tokenizer(f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}0 0{{% endif %}}")
-    others, kwargs = str(made / "others.jsonl"), {"enable_thinking": False}
-    changed = {"validation__datasets": f'["{others}"]', "training__chat_template_kwargs": json.dumps(kwargs)}
-    setup = set_up_validation(parse(flags(VALIDATION, **changed)).build(), tokenizer, set())
+    model, others, kwargs = tmp_path / "model", str(made / "others.jsonl"), {"enable_thinking": False}
+    shutil.copytree(made / "model", model)
+    (model / "chat_template.jinja").write_text(f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}0 0{{% endif %}}")
+    changed = {"model__model_name_or_path": model, "validation__datasets": f'["{others}"]'}
+    changed |= {"training__chat_template_kwargs": json.dumps(kwargs)}
+    setup = check_run(parse(flags(VALIDATION, **changed)).build(), tmp_path / "run").validation
     assert setup is not None
-    asked = EvalConfig(model="m", dataset=others, temperature=0.0, max_new_tokens=8, chat_template_kwargs=kwargs)
+    asked = EvalConfig(model=str(model), dataset=others, temperature=0.0, max_new_tokens=8, chat_template_kwargs=kwargs)
     (problem_set,) = setup.problem_sets
-    evaluated_ = load_problem_set(asked, tokenizer, others, "others")
+    evaluated_ = load_problem_set(asked, Setup.of(asked).template, others, "others")
     assert [s.token_ids for s in problem_set.samples] == [s.token_ids for s in evaluated_.samples]
+    assert all(sample.prompt_text.endswith("0 0") for sample in problem_set.samples)
     assert problem_set.asked["chat_template_kwargs"] == kwargs
 
 
@@ -582,7 +587,7 @@ def test_datasets_of_one_source_are_told_apart(made, flags, tmp_path):
     (tmp_path / "mixed.jsonl").write_text(json.dumps(row) + "\n")
     files = [made / "others.jsonl", tmp_path / "easy.jsonl", tmp_path / "mixed.jsonl"]
     config = parse(flags(validation__datasets=json.dumps(list(map(str, files))))).build()
-    setup = set_up_validation(config, tiny_tokenizer(), ())
+    setup = set_up_validation(config, ChatTemplate(tiny_tokenizer()), ())
     assert setup is not None
     assert validation.labels(setup.problem_sets) == {
         ("others", "openai/gsm8k"): "openai/gsm8k/others",
@@ -594,13 +599,13 @@ def test_datasets_of_one_source_are_told_apart(made, flags, tmp_path):
 def test_a_dataset_that_is_trained_on_gets_a_warning(made, flags, caplog):
     config = parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build()
     trained = {problem_hash(problem) for problem in load_problems(str(made / "others.jsonl"), limit=2)}
-    set_up_validation(config, tiny_tokenizer(), trained)
+    set_up_validation(config, ChatTemplate(tiny_tokenizer()), trained)
     assert "the run trains on 2 of its 6 problems" in caplog.text
 
 
 def test_the_best_is_the_first_of_the_highest(made, flags, tmp_path):
     config = parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]', validation__save_best="true")).build()
-    setup = set_up_validation(config, tiny_tokenizer(), ())
+    setup = set_up_validation(config, ChatTemplate(tiny_tokenizer()), ())
     assert setup is not None
 
     def save(folder: Path) -> None:
@@ -632,7 +637,7 @@ def test_the_progress_line_shows_the_scores(capsys):
 def test_the_last_step_is_validated_unless_after_train_is_false(made, flags, tmp_path):
     """verl's test_freq -1: nothing after any step."""
     datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.after_train": "false"}
-    setup = set_up_validation(parse(flags(datasets)).build(), tiny_tokenizer(), ())
+    setup = set_up_validation(parse(flags(datasets)).build(), ChatTemplate(tiny_tokenizer()), ())
     assert setup is not None
     with Grader() as grader:
         one = Validation(setup, grader, tmp_path, 0, 1)

@@ -24,6 +24,7 @@ from perl.evaluation.run import evaluate
 from perl.finetuning.sft import fine_tune
 from perl.models.folders import ADAPTER_CONFIG, load_model
 from perl.models.images import decoded, load_processing
+from perl.prompts import ChatTemplate
 from perl.runs.setup import build_dataset
 from perl.runs.vision import VISION_TOWER, check_mixed_rows
 from perl.scoring.results import read_samples
@@ -107,7 +108,7 @@ def test_it_learns_what_trl_learns(made, tmp_path, settings):
     def learned(kind):
         data = DatasetConfig(dataset_name_or_path=str(geometry_file(tmp_path / "train.parquet")))
         processor = load_processing(made / "model", padding_side="left")
-        dataset = build_dataset(data, processor)
+        dataset = build_dataset(data, ChatTemplate(processor))
         if kind is GRPOTrainer:  # which takes decoded images
             dataset = dataset.cast_column("images", List(Image()))
         trainer = make_trainer(
@@ -287,9 +288,9 @@ def test_prompts_that_are_too_long_with_their_images_are_dropped(made, tmp_path)
         row["prompt"][0]["content"] = "<image> so" if row is rows[0] else "so"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     processor = load_processing(made / "model")
-    kept = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=60), processor)
+    kept = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=60), ChatTemplate(processor))
     assert [row["prompt"][0]["content"] for row in kept] == [[{"type": "text", "text": "so"}]]
-    both = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=80), processor)
+    both = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=80), ChatTemplate(processor))
     assert [[PIL.Image.open(io.BytesIO(image["bytes"])).size for image in row["images"]] for row in both] == [
         [(64, 64)],
         [],
@@ -319,7 +320,7 @@ def test_mixed_rows_are_refused_where_weights_are_split(made, tmp_path):
 
     def rows(*images):
         file = geometry_file(tmp_path / f"{len(images)}.parquet", images)
-        return build_dataset(DatasetConfig(dataset_name_or_path=str(file)), processor)
+        return build_dataset(DatasetConfig(dataset_name_or_path=str(file)), ChatTemplate(processor))
 
     mixed = rows(1, 0, 2)
     for strategy in ("zero3", "fsdp2"):
