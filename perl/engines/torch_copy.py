@@ -64,7 +64,7 @@ class TorchCopy:
             dtype=dtype,
             reserves=False,
         )
-        self.stream, self.close = self.engine.stream, self.engine.close
+        self.stream, self.close = self.engine.held().stream, self.engine.close
         self.max_num_seqs = self.engine.max_num_seqs
         self._base = base_digest(policy)
 
@@ -76,6 +76,5 @@ class TorchCopy:
         if noise is not None:
             noise.rms[:] = payload[1]
         self.engine.publish(weights)
-        self.engine.merging = False  # what is merged depends on this version alone, whichever the worker had before
         with self.engine.holding():
             yield digest(policy, self._base, noise.held() if noise is not None else ())

@@ -20,7 +20,7 @@ from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
-from perl.engines.base import Feed, InProcess, evaluation_mode
+from perl.engines.base import Engine, Feed, InProcess, evaluation_mode
 from perl.engines.quantised import SCHEMES
 from perl.engines.quantised_base import QuantisedBase
 from perl.engines.scheduler import Sequence
@@ -119,9 +119,9 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             yield from super().stream(feed)
             return
         prompts, size = [prompt for prompt in feed if prompt is not None], self.piece_size
-        with self._in_pieces():
+        with self.holding() as held:
             for first in range(0, len(prompts), size):
-                for place, completion in super().stream(prompts[first : first + size]):
+                for place, completion in held.stream(prompts[first : first + size]):
                     yield first + place, completion
 
     def converse(
@@ -131,31 +131,23 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             yield from super().converse(conversations, rows, prompt)
             return
         size = self.piece_size
-        with self._in_pieces():
+        with self.holding() as held:
             for first in range(0, len(rows), size):
-                yield from conversations.run(rows[first : first + size], self, prompt, in_step=True)
+                yield from conversations.run(rows[first : first + size], held, prompt, in_step=True)
 
     @contextlib.contextmanager
-    def _in_pieces(self) -> Iterator[None]:
-        """Inside, each stream is of a piece."""
-        size, self.piece_size = self.piece_size, None
-        self.merging = False  # what is merged depends on this version alone
-        try:
-            with self.holding():
-                yield
-        finally:
-            self.piece_size = size
+    def holding(self) -> Iterator[Engine]:
+        """Inside, the model is the policy that was published, whatever number of pieces is drawn by the engine that
+        this gives."""
+        self.merging = False  # what is merged depends on this version alone, whichever was held before
+        with self.applied():
+            yield self.held()
 
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Inside, the model is the policy that was published, whatever number of streams is drawn."""
-        applied = self.applied
-        with applied():
-            self.applied = contextlib.nullcontext
-            try:
-                yield
-            finally:
-                self.applied = applied
+    def held(self) -> Engine:
+        """This engine as it is inside of `holding`: each stream is of a piece."""
+        held = copy.copy(self)
+        held.applied, held.piece_size = contextlib.nullcontext, None
+        return held
 
     def publish(self, weights: Weights) -> None:
         """The model is what draws: only the noise has to be known, and on an accelerator the memory that the update
