@@ -22,7 +22,7 @@ from perl.config.derived import batches_ahead, correction_of, drawn_at_once, pie
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_copy import TorchCopy
-from perl.engines.torch_policy import TorchPolicyEngine
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.models.nf4 import is_4bit
@@ -106,17 +106,23 @@ class Drawing:
         }
 
 
+def _rules(drawing: Drawing) -> TorchRules:
+    return TorchRules(
+        rollout=drawing.rollout,
+        processing=drawing.processing,
+        generation_config=drawing.generation_config,
+        generation_kwargs=drawing.generation_kwargs,
+        kernels=drawing.args.attention_kernels,
+        dtype=compute_dtype(drawing.args),
+    )
+
+
 def _torch(drawing: Drawing) -> TorchPolicyEngine:
     return TorchPolicyEngine(
         drawing.policy,
-        drawing.processing,
-        drawing.rollout,
-        generation_config=drawing.generation_config,
-        generation_kwargs=drawing.generation_kwargs,
+        _rules(drawing),
         noise=drawing.noise,
-        kernels=drawing.args.attention_kernels,
         gathered=drawing.gathered,
-        dtype=compute_dtype(drawing.args),
         reserves=drawing.accelerator.distributed_type != DistributedType.DEEPSPEED,
     )
 
@@ -202,15 +208,10 @@ def _torch_copy(drawing: Drawing, base: str) -> Callable[[], Copy]:
     return functools.partial(
         TorchCopy,
         base,
+        rules=_rules(replace(drawing, processing=drawing.processing if has_images(drawing.processing) else None)),
         load=load,
         peft_config=drawing.peft_config,
-        processing=drawing.processing if has_images(drawing.processing) else None,
-        rollout=drawing.rollout,
         noise=drawing.config.noise_injection if drawing.noise else None,
-        generation_config=drawing.generation_config,
-        generation_kwargs=drawing.generation_kwargs,
-        kernels=drawing.args.attention_kernels,
-        dtype=compute_dtype(drawing.args),
     )
 
 
