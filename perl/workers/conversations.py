@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,9 +84,8 @@ class TalkJob:
             return Asked(prompt=request.prompt, key=str(key), sample=int(sample), row=request.row)
 
         with opened(self.environment, load_tokenizer(self.tokenizer), self.template_kwargs) as conversations:
-            started = time.monotonic()
             engine = self.engine.build(weights)
-            yield Ready(engine.max_num_seqs, time.monotonic() - started)
+            yield Ready(engine.max_num_seqs)
             yield from completed(
                 engine,
                 weights,
