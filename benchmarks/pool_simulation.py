@@ -68,7 +68,7 @@ class VirtualLink:
         self.executor, self.deliver = executor, deliver
         self.free, self.held = [0.0] * executor.room, None
         """When each place for a piece has done all it has; the version that it has."""
-        deliver(Ready(executor.room, 0.0))
+        deliver(Ready(executor.room))
 
     def send(self, batch: Any) -> None:
         if batch is not None:

@@ -31,7 +31,7 @@ from transformers import GenerationConfig
 from perl import device
 from perl.config.schema import RolloutConfig
 from perl.engines.quantised import SCHEMES
-from perl.engines.torch_policy import TorchPolicyEngine
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.folders import load_model, load_tokenizer
 from perl.records import Completion, Prompt, Sampling
 
@@ -102,9 +102,11 @@ def make_engine(policy: Any, tokenizer: Any, args: Any, *, quantization: Any = "
     pad = tokenizer.pad_token_id or 0
     # A token that is never drawn ends a text, so that all rows are as long.
     generation = GenerationConfig(do_sample=True, max_new_tokens=args.tokens, eos_token_id=-1, pad_token_id=pad)
-    config = RolloutConfig(quantization=quantization)
-    options: dict[str, Any] = {"generation_config": generation, "generation_kwargs": {}, "dtype": dtype}
-    return TorchPolicyEngine(policy, tokenizer, config, **options)
+    rules = TorchRules(
+        rollout=RolloutConfig(quantization=quantization), processing=tokenizer, generation_config=generation,
+        generation_kwargs={}, dtype=dtype,
+    )  # fmt: skip
+    return TorchPolicyEngine(policy, rules)
 
 
 def measure(engine: TorchPolicyEngine, prompts: list[Prompt], rows: int, compared: int | None) -> dict[str, float]:

@@ -65,7 +65,7 @@ from perl import device
 from perl.base.errors import report_errors
 from perl.config.schema import RolloutConfig
 from perl.engines.quantised import Quantisation
-from perl.engines.torch_policy import TorchPolicyEngine
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.grading import Grader
 from perl.models.folders import eos_token_ids, load_model, load_tokenizer
 from perl.prompts import ChatTemplate
@@ -148,8 +148,11 @@ def sampler(how: Evaluation, tokenizer: Any, quantization: Quantisation, adapter
     policy: Any = PeftModel.from_pretrained(load_model(how.model, dtype=torch.float32), adapter).eval()
     ends = sorted(eos_token_ids(how.model, policy.config, tokenizer))
     generation = GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    config = RolloutConfig(quantization=quantization)
-    engine = TorchPolicyEngine(policy, tokenizer, config, generation_config=generation, generation_kwargs={})
+    rules = TorchRules(
+        rollout=RolloutConfig(quantization=quantization), processing=tokenizer, generation_config=generation,
+        generation_kwargs={},
+    )  # fmt: skip
+    engine = TorchPolicyEngine(policy, rules)
     engine.publish(Weights(version=1))
     return engine
 

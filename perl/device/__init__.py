@@ -164,12 +164,12 @@ def multiplies_bfloat16() -> bool:
     return bool(capabilities.get("amx_bf16")) and torch.backends.mkldnn.is_available()
 
 
-def torch_device(index: int = 0) -> torch.device:
-    """The torch device of the `index`-th visible accelerator, or the CPU."""
+def torch_device() -> torch.device:
+    """The torch device of the first visible accelerator, or the CPU."""
     import torch
 
     kind = detect().kind
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 
 def default_dtype() -> torch.dtype:

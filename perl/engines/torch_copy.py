@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
 from peft import get_peft_model
 
 from perl import device
 from perl.adapters.delivery import base_digest, digest, put_into, unpacked
-from perl.engines.torch_policy import TorchPolicyEngine
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.folders import load_model
 from perl.noise.injector import NoiseInjector
 from perl.records import Weights
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
-    from perl.config.schema import NoiseConfig, RolloutConfig
+    from perl.config.schema import NoiseConfig
 
 
 class TorchCopy:
@@ -31,8 +27,6 @@ class TorchCopy:
         model: folder of the base.
         load: further arguments of perl.models.folders.load_model.
         peft_config: of the adapter; None: all weights are trained, and sent.
-        processing, generation_config, generation_kwargs, kernels, dtype: as TorchPolicyEngine has them.
-        rollout: the group `rollout`.
         noise: the group `noise_injection`; None: no noise.
     """
 
@@ -40,31 +34,18 @@ class TorchCopy:
         self,
         model: str,
         *,
+        rules: TorchRules,
         load: Mapping[str, Any],
         peft_config: Any,
-        processing: Any,
-        rollout: RolloutConfig,
         noise: NoiseConfig | None,
-        generation_config: GenerationConfig,
-        generation_kwargs: dict[str, Any],
-        kernels: bool | Literal["auto"],
-        dtype: torch.dtype | None,
     ):
         policy: Any = load_model(model, **load).eval().to(device.torch_device())
         if peft_config is not None:
             policy = get_peft_model(policy, peft_config).eval()
         self.engine = TorchPolicyEngine(
-            policy,
-            processing,
-            replace(rollout, piece_size=None),  # a stream is given a piece
-            generation_config=generation_config,
-            generation_kwargs=generation_kwargs,
-            noise=None if noise is None else NoiseInjector.of(policy, noise),
-            kernels=kernels,
-            dtype=dtype,
-            reserves=False,
+            policy, rules, noise=None if noise is None else NoiseInjector.of(policy, noise), reserves=False
         )
-        self.stream, self.close = self.engine.stream, self.engine.close
+        self.stream, self.close = self.engine.held().stream, self.engine.close
         self.max_num_seqs = self.engine.max_num_seqs
         self._base = base_digest(policy)
 
@@ -76,6 +57,5 @@ class TorchCopy:
         if noise is not None:
             noise.rms[:] = payload[1]
         self.engine.publish(weights)
-        self.engine.merging = False  # what is merged depends on this version alone, whichever the worker had before
         with self.engine.holding():
             yield digest(policy, self._base, noise.held() if noise is not None else ())

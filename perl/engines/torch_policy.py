@@ -9,6 +9,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
-from perl.engines.base import Feed, InProcess, evaluation_mode
+from perl.engines.base import Engine, Feed, InProcess, evaluation_mode
 from perl.engines.quantised import SCHEMES
 from perl.engines.quantised_base import QuantisedBase
 from perl.engines.scheduler import Sequence
@@ -38,21 +39,33 @@ model's own `generate` draws."""
 REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRules:
+    """How a policy draws, in the trainer's process and in a worker alike."""
+
+    rollout: RolloutConfig
+    """The group `rollout`. Its engine "generate" takes the distribution from `generation_config`, and torch's own
+    random numbers."""
+    processing: Any
+    """The policy's tokenizer or processor; None will do for a model of text."""
+    generation_config: GenerationConfig
+    """TRL's, for the eos and pad tokens, and for "generate"."""
+    generation_kwargs: dict[str, Any]
+    """The user's part of it."""
+    kernels: bool | Literal["auto"] = "auto"
+    """training.attention_kernels."""
+    dtype: torch.dtype | None = None
+    """What the trainer's autocast computes in; float32, or None, without it."""
+
+
 class TorchPolicyEngine(InProcess, TorchEngine):
     """Draws with the trained model: in the decode loop, or by transformers' `generate` as TRL calls it. See
     `perl.engines.PolicyEngine` for what it promises.
 
     Args:
         model: the policy, not wrapped by DDP or DeepSpeed.
-        processing: its tokenizer or processor.
-        config: the group `rollout`. Its engine "generate" takes the distribution from `generation_config`, and torch's
-            own random numbers.
         noise: what adds the noise, or None.
-        generation_config: TRL's, for the eos and pad tokens, and for "generate".
-        generation_kwargs: the user's part of it.
-        kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
-        dtype: what the trainer's autocast computes in; float32, or None, without it.
         reserves: memory of an accelerator is kept free for an update in this process, which makes gradients and the
             optimizer's state; DeepSpeed's has made them when it was built.
 
@@ -65,24 +78,20 @@ class TorchPolicyEngine(InProcess, TorchEngine):
     def __init__(
         self,
         model: Any,
-        processing: Any,
-        config: RolloutConfig,
+        rules: TorchRules,
         *,
-        generation_config: GenerationConfig,
-        generation_kwargs: dict[str, Any],
         noise: NoiseInjector | None = None,
-        kernels: bool | Literal["auto"] = "auto",
         gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        dtype: torch.dtype | None = None,
         reserves: bool = True,
     ):
-        require_possible(generation_kwargs)
+        config, generation_config = rules.rollout, rules.generation_config
+        require_possible(rules.generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
-        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, rules.dtype)
         self.quantised: QuantisedBase | None = None
         if config.quantization != "none":
             self.itemsize = SCHEMES[config.quantization].bits / 8
-            if has_images(processing):
+            if has_images(rules.processing):
                 raise UserError(
                     f"--config.rollout.quantization {config.quantization}: is of models of text alone; write none"
                 )
@@ -97,18 +106,18 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             "pad_token_id": int(generation_config.pad_token_id),  # type: ignore[arg-type]
             "max_batch_tokens": config.max_batch_tokens,
             "capture": device.captures_by_default() if capture == "auto" else capture,
-            "kernel": device.paged_attention(kernels),
+            "kernel": device.paged_attention(rules.kernels),
         }
         self._metrics: dict[str, float] = {}
-        further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
+        further = {name: value for name, value in rules.generation_kwargs.items() if name not in SERVED}
         if generation_config.suppress_tokens is not None:  # TRL's: a drawn image token has no image
             further["suppress_tokens"] = generation_config.suppress_tokens
         super().__init__(
             model,
-            processing,
+            rules.processing,
             eos_token_ids=token_ids(generation_config.eos_token_id),
             context=None,
-            applied=functools.partial(self._measured, dtype),
+            applied=functools.partial(self._measured, rules.dtype),
             generation_kwargs=further,
             **self._settings,
         )
@@ -119,9 +128,9 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             yield from super().stream(feed)
             return
         prompts, size = [prompt for prompt in feed if prompt is not None], self.piece_size
-        with self._in_pieces():
+        with self.holding() as held:
             for first in range(0, len(prompts), size):
-                for place, completion in super().stream(prompts[first : first + size]):
+                for place, completion in held.stream(prompts[first : first + size]):
                     yield first + place, completion
 
     def converse(self, conversations: Any, rows: list[Trajectory]) -> Iterator[Trajectory]:
@@ -129,31 +138,23 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             yield from super().converse(conversations, rows)
             return
         size = self.piece_size
-        with self._in_pieces():
+        with self.holding() as held:
             for first in range(0, len(rows), size):
-                yield from conversations.run(rows[first : first + size], self, in_step=True)
+                yield from conversations.run(rows[first : first + size], held, in_step=True)
 
     @contextlib.contextmanager
-    def _in_pieces(self) -> Iterator[None]:
-        """Inside, each stream is of a piece."""
-        size, self.piece_size = self.piece_size, None
-        self.merging = False  # what is merged depends on this version alone
-        try:
-            with self.holding():
-                yield
-        finally:
-            self.piece_size = size
+    def holding(self) -> Iterator[Engine]:
+        """Inside, the model is the policy that was published, whatever number of pieces is drawn by the engine that
+        this gives."""
+        self.merging = False  # what is merged depends on this version alone, whichever was held before
+        with self.applied():
+            yield self.held()
 
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Inside, the model is the policy that was published, whatever number of streams is drawn."""
-        applied = self.applied
-        with applied():
-            self.applied = contextlib.nullcontext
-            try:
-                yield
-            finally:
-                self.applied = applied
+    def held(self) -> Engine:
+        """This engine as it is inside of `holding`: each stream is of a piece."""
+        held = copy.copy(self)
+        held.applied, held.piece_size = contextlib.nullcontext, None
+        return held
 
     def publish(self, weights: Weights) -> None:
         """The model is what draws: only the noise has to be known, and on an accelerator the memory that the update

@@ -15,6 +15,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,9 @@ class RunningVLLM:
         context: most tokens of prompt and completion together; None: as many as the engine takes.
         image_token_id: what stands for an image in a prompt; None: the model takes none.
         lora: the LoRARequest of a prompt, or None.
+        shared: gives the place of a feed's first prompt among those of all processes that share the engine, how many it
+            has, and all (perl.engines.vllm_policy.Sharing).
+        applied: the context in which the engine holds the weights that draw; entered for each stream.
     """
 
     def __init__(
@@ -131,17 +135,27 @@ class RunningVLLM:
         context: int | None = None,
         image_token_id: int | None = None,
         lora: Callable[[Prompt], Any] = lambda prompt: None,
+        shared: Callable[[Feed], tuple[int, float, Feed]] = lambda feed: (0, math.inf, feed),
+        applied: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.engine: Any = engine
         self.eos_token_ids = frozenset(eos_token_ids)
         longest: int = engine.vllm_config.model_config.max_model_len
         self.max_model_len = longest if context is None else min(context, longest)
         self.max_num_seqs: int = engine.vllm_config.scheduler_config.max_num_seqs
-        self._image_token_id, self._lora = image_token_id, lora
+        self._image_token_id, self._lora, self._shared, self._applied = image_token_id, lora, shared, applied
         self._requests = 0
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
+        """The feed is read until twice `max_num_seqs` requests are under way. Every process that shares the engine must
+        come here. See `Engine.stream`."""
+        first, count, feed = self._shared(feed)
+        with self._applied():
+            for place, completion in self._stepped(feed):
+                if first <= place < first + count:
+                    yield place - first, completion
+
+    def _stepped(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         source, indices, positions = iter(feed), dict[str, int](), itertools.count()
         end: Any = object()
         prompt: Any = None

@@ -22,7 +22,7 @@ from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept
 from perl.engines.vllm_quantised import start_quantised
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine
 from perl.noise.injector import NoiseInjector
-from perl.records import Completion, Prompt, Sampling, Weights, row_seed
+from perl.records import Prompt, Sampling, Weights, row_seed
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -46,6 +46,7 @@ class DrawingVLLM(RunningVLLM):
         further: fields of SamplingParams that are the user's (further_fields).
         noise: what puts the trainer's noise on the weights of the engine, or None.
         eos_token_ids: tokens that end a completion of a rollout.
+        settings: RunningVLLM's.
 
     Attributes:
         weights: that were published last.
@@ -58,8 +59,9 @@ class DrawingVLLM(RunningVLLM):
         further: Mapping[str, Any],
         noise: NoiseInjector | None,
         eos_token_ids: Collection[int],
+        **settings: Any,
     ):
-        super().__init__(llm.llm_engine, eos_token_ids=eos_token_ids, lora=lambda prompt: adapter())
+        super().__init__(llm.llm_engine, eos_token_ids=eos_token_ids, lora=lambda prompt: adapter(), **settings)
         self.llm, self.further, self.noise = llm, further, noise
         self.weights = Weights(version=-1)
 
@@ -144,8 +146,8 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
             import_vllm()
             further = further_fields(generation_kwargs, regex)
             self.policy, self.gather, self.sync = policy, gather, VLLMSync(peft_config)
-            self.sharing = Sharing(processes, options["tensor_parallel_size"])
-            engine_seed = row_seed(seed, "vllm", self.sharing.number) % 2**31  # the same in all that share the engine
+            sharing = Sharing(processes, options["tensor_parallel_size"])
+            engine_seed = row_seed(seed, "vllm", sharing.number) % 2**31  # the same in all that share the engine
             started_with = {
                 **options,
                 "model": policy.name_or_path,
@@ -162,7 +164,8 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
             llm.sleep(level=self.sleep_level)
         processes.wait_for_everyone()  # DeepSpeed's own start hangs where some are still loading
         on_engine = None if noise is None else noise_of_engine(llm, noise)
-        super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids)
+        self._settings: dict[str, Any] = {"shared": sharing.gathered, "applied": self._drawing}
+        super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids, **self._settings)
         dtype: Any = self.engine.vllm_config.model_config.dtype
         self.quantised = quantization != "none"
         self.itemsize: float = SCHEMES[quantization].bits / 8 if self.quantised else dtype.itemsize
@@ -172,23 +175,9 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
             self._load()
         self.weights = weights
 
-    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        """Every process must come here. See `perl.engines.PolicyEngine`."""
-        yield from self.drawn(super().stream, feed)
-
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None, *, quantised: bool = False) -> RunningVLLM:
         assert quantised == self.quantised, "vLLM holds one base"
-        return Evaluating(self, eos_token_ids, context)
-
-    def drawn(
-        self, stream: Callable[[Feed], Iterator[tuple[int, Completion]]], feed: Feed
-    ) -> Iterator[tuple[int, Completion]]:
-        """What `stream` draws for this process, of the prompts of all that share the engine."""
-        first, count, shared = self.sharing.gathered(feed)
-        with self._awake(), self.noisy():
-            for place, completion in stream(shared):
-                if first <= place < first + count:
-                    yield place - first, completion
+        return RunningVLLM(self.engine, eos_token_ids=eos_token_ids, context=context, lora=self._lora, **self._settings)
 
     def not_comparable(self, sampling: Sampling) -> str | None:
         return not_comparable(sampling, self.further)
@@ -209,6 +198,11 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         self.forget_prompts()
 
     @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with self._awake(), self.noisy():
+            yield
+
+    @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
         """Inside, the engine has its weights and a cache."""
         if not self.sleeps:
@@ -222,20 +216,6 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         finally:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
-
-
-class Evaluating(RunningVLLM):
-    """The same engine by the evaluator's rules."""
-
-    def __init__(self, policy: VLLMPolicyEngine, eos_token_ids: frozenset[int], context: int | None):
-        super().__init__(
-            policy.engine, eos_token_ids=eos_token_ids, context=context, lora=lambda prompt: policy.sync.adapter
-        )
-        self.policy = policy
-
-    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        """Every process must come here. See `perl.engines.Engine`."""
-        yield from self.policy.drawn(super().stream, feed)
 
 
 class Sharing:

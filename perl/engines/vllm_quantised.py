@@ -123,7 +123,7 @@ def quantised_files(model: Path, quantization: str, flag: str) -> Iterator[Path]
         copy_side_files(model, folder)
         _write(checkpoint, layers, scheme, folder)
         config = read_json(folder / "config.json")
-        write_json(folder / "config.json", config | {"quantization_config": description(scheme, checkpoint)})
+        write_json(folder / "config.json", config | {"quantization_config": description(scheme)})
         log.info("vLLM: %d linear layers to %s in %.1f s", len(layers), quantization, time.monotonic() - started)
 
     with contextlib.ExitStack() as stack:
@@ -174,7 +174,7 @@ def linear_layers(model: Path, checkpoint: Checkpoint, scheme: Scheme, flag: str
     return found
 
 
-def description(scheme: Scheme, checkpoint: Checkpoint) -> dict[str, Any]:
+def description(scheme: Scheme) -> dict[str, Any]:
     """The quantization_config of compressed-tensors."""
     kind, a_row = "float" if scheme.floating else "int", scheme.activation_bits == 8
     grouped = "tensor_group" if scheme.floating else "group"

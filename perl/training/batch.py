@@ -198,16 +198,16 @@ class Dealer:
         assert batch.advantages is not None
         return rows & ((batch.advantages != 0) & batch.mask).any(dim=1)
 
-    def _micro_batch(self, batch: Batch, places: Sequence[int], tokens: int = 0) -> MicroBatch:
+    def _micro_batch(self, batch: Batch, places: Sequence[int]) -> MicroBatch:
         """With no places: one token of the first row, which takes part and counts nothing. With images its whole
         prompt: where weights are split, the vision tower's are gathered by all processes together."""
         if places:
-            return MicroBatch(batch.select(places), trained_tokens=tokens)
+            return MicroBatch(batch.select(places))
         one = batch.select([0])
         (row,) = one.rows
         prompt = row.prompt_ids if row.images else row.prompt_ids[-1:]
         one.rows = [replace(row, prompt_ids=prompt, token_ids=[], sampled=[], logprobs=[])]
-        return MicroBatch(one, padding=True, trained_tokens=tokens)
+        return MicroBatch(one, padding=True)
 
     def _order(self, rows: Sequence[Trajectory], places: Sequence[int]) -> list[int]:
         """Longest completion first; with `group`, prompts with the longest completions first, and the rows of a prompt

@@ -22,7 +22,7 @@ from perl.config.derived import batches_ahead, correction_of, drawn_at_once, pie
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_copy import TorchCopy
-from perl.engines.torch_policy import TorchPolicyEngine
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.few_bits import is_4bit
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
@@ -104,17 +104,23 @@ class Drawing:
         }
 
 
+def _rules(drawing: Drawing) -> TorchRules:
+    return TorchRules(
+        rollout=drawing.rollout,
+        processing=drawing.processing,
+        generation_config=drawing.generation_config,
+        generation_kwargs=drawing.generation_kwargs,
+        kernels=drawing.args.attention_kernels,
+        dtype=compute_dtype(drawing.args),
+    )
+
+
 def _torch(drawing: Drawing) -> TorchPolicyEngine:
     return TorchPolicyEngine(
         drawing.policy,
-        drawing.processing,
-        drawing.rollout,
-        generation_config=drawing.generation_config,
-        generation_kwargs=drawing.generation_kwargs,
+        _rules(drawing),
         noise=drawing.noise,
-        kernels=drawing.args.attention_kernels,
         gathered=drawing.gathered,
-        dtype=compute_dtype(drawing.args),
         reserves=drawing.accelerator.distributed_type != DistributedType.DEEPSPEED,
     )
 
@@ -200,15 +206,10 @@ def _torch_copy(drawing: Drawing, base: str) -> Callable[[], Copy]:
     return functools.partial(
         TorchCopy,
         base,
+        rules=_rules(replace(drawing, processing=drawing.processing if has_images(drawing.processing) else None)),
         load=load,
         peft_config=drawing.peft_config,
-        processing=drawing.processing if has_images(drawing.processing) else None,
-        rollout=drawing.rollout,
         noise=drawing.config.noise_injection if drawing.noise else None,
-        generation_config=drawing.generation_config,
-        generation_kwargs=drawing.generation_kwargs,
-        kernels=drawing.args.attention_kernels,
-        dtype=compute_dtype(drawing.args),
     )
 
 

@@ -61,7 +61,7 @@ class Sent:
 
     version: Version
     payload: Payload | None
-    """None on a rank that reads it for nothing."""
+    """One object for all noise on the same weights; None on a rank that reads it for nothing."""
 
 
 class PoolEngine:
@@ -102,10 +102,8 @@ class PoolEngine:
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
         self._most, self.newest = ahead + 1, newest
-        self.sent: dict[Weights, Version] = {}
+        self.sent: dict[Weights, Sent] = {}
         """The policies that a batch may refer to, the last one last."""
-        self._payloads: dict[int, Payload | None] = {}
-        """What they are made of, by optimizer steps: noise is drawn on the same weights again and again."""
         self._realized: dict[str, float] = {}
         """What the noise has changed in the policy that was sent last."""
         self._held, self._incomparable = held or HeldByTorch(), incomparable
@@ -169,7 +167,7 @@ class PoolEngine:
             if not isinstance(drawn, Drawn):
                 raise drawn
             if self.newest and drawn.version.weights in self.sent:  # another one is refused as any that was not asked
-                version = self.sent[drawn.version.weights]
+                version = self.sent[drawn.version.weights].version
             require_sent(drawn, version)
             for place, completion in enumerate(drawn.completions, first):
                 if place in own:
@@ -204,9 +202,14 @@ class PoolEngine:
         weights = self.local.weights
         if weights not in self.sent:
             with self._changing():
-                packed = weights.version in self._payloads
+                packed = weights.version in self._payloads  # the same on every rank
                 self._keep(weights, self._payloads[weights.version] if packed else self._packed())
-        return Sent(self.sent[weights], self._payloads[weights.version])
+        return self.sent[weights]
+
+    @property
+    def _payloads(self) -> dict[int, Payload | None]:
+        """By optimizer steps: noise is drawn on the same weights again and again."""
+        return {weights.version: sent.payload for weights, sent in self.sent.items()}
 
     def _packed(self) -> Payload:
         """Inside of `_changing`. Every process must come here."""
@@ -228,13 +231,11 @@ class PoolEngine:
         held = self._held(self.local.model, noise, weights)
         if noise is not None:
             self._realized = {"aqn/sigma_realized": noise.realized_sigma}
-        self.sent[weights] = Version(self.run, weights, held)
+        # The other ranks read it where the trainer computes what an older policy has drawn (`published`).
+        read = self.processes.rank == 0 or self._most > 1
+        self.sent[weights] = Sent(Version(self.run, weights, held), payload if read else None)
         while len(self.sent) > self._most:
             self.sent.pop(next(iter(self.sent)))
-        # The other ranks read it where the trainer computes what an older policy has drawn (`published`).
-        self._payloads[weights.version] = payload if self.processes.rank == 0 or self._most > 1 else None
-        referred = {each.version for each in self.sent}
-        self._payloads = {version: each for version, each in self._payloads.items() if version in referred}
 
     @contextlib.contextmanager
     def published(self, weights: Weights) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,9 +83,8 @@ class TalkJob:
 
         template = ChatTemplate(load_tokenizer(self.tokenizer), self.template_kwargs)
         with opened(self.environment, template) as conversations:
-            started = time.monotonic()
             engine = self.engine.build(weights)
-            yield Ready(engine.max_num_seqs, time.monotonic() - started)
+            yield Ready(engine.max_num_seqs)
             yield from completed(
                 engine,
                 weights,

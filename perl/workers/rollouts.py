@@ -92,14 +92,13 @@ class RolloutJob:
     def serve(self, weights: Version, inbox: Inbox) -> Iterator[WorkerEvent]:
         import torch
 
-        started = time.monotonic()
         torch.set_num_threads(self.threads)
         copy = self.open_copy()
         pieces = max(1, copy.max_num_seqs // self.piece_size) if self.newest else 1
         with contextlib.nullcontext() if self.talks is None else self.talks.opened() as conversations:
             if conversations is not None:
                 conversations.on_turn = inbox.working
-            yield Ready(pieces, time.monotonic() - started)
+            yield Ready(pieces)
             yield from self._drawn(copy, conversations, pieces, inbox)
         copy.close()
 

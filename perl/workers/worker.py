@@ -108,9 +108,8 @@ class EngineJob:
         return ENGINES[self.engine](weights.model, dtype=weights.dtype, **self.options)
 
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
-        started = time.monotonic()
         engine = self.build(weights)
-        yield Ready(engine.max_num_seqs, time.monotonic() - started)
+        yield Ready(engine.max_num_seqs)
         yield from completed(engine, weights, inbox)
         engine.close()
 
@@ -153,7 +152,6 @@ class Ready:
 
     max_num_seqs: int
     """Requests that the engine works on at once."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

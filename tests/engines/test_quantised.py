@@ -31,7 +31,7 @@ from perl.engines.quantised import (
     wide_inputs,
 )
 from perl.engines.quantised_base import QuantisedBase, quantisable
-from perl.engines.torch_policy import TorchPolicyEngine
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.noise.injector import NoiseInjector
 from perl.records import Weights
 from tests.engines.models import completions, tiny
@@ -354,10 +354,10 @@ def test_a_model_of_images_is_refused():
         image_processor = None
 
     with pytest.raises(UserError, match="quantization int8: is of models of text alone"):
-        TorchPolicyEngine(
-            adapted(), Processor(), RolloutConfig(quantization="int8"),
+        TorchPolicyEngine(adapted(), TorchRules(
+            rollout=RolloutConfig(quantization="int8"), processing=Processor(),
             generation_config=GenerationConfig(pad_token_id=0, eos_token_id=2), generation_kwargs={},
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))

@@ -19,7 +19,7 @@ from perl.config.schema import RolloutConfig
 from perl.engines import runner
 from perl.engines.cache import RowCache
 from perl.engines.torch_copy import TorchCopy
-from perl.engines.torch_policy import TorchPolicyEngine, evaluation_mode, sampling_of
+from perl.engines.torch_policy import TorchPolicyEngine, TorchRules, evaluation_mode, sampling_of
 from perl.models.folders import load_model
 from perl.noise.injector import NoiseInjector
 from perl.records import Prompt, Sampling, Weights
@@ -40,10 +40,19 @@ def adapted(moved: bool = True, dropout: float = 0.5):
     return model.train()
 
 
-def make_engine(model=None, *, rollout=None, kwargs=None, **options) -> TorchPolicyEngine:
+def make_engine(model=None, *, rollout=None, kwargs=None, dtype=None, **options) -> TorchPolicyEngine:
     generation = GenerationConfig(**(GENERATION | (kwargs or {})))
-    options |= {"generation_config": generation, "generation_kwargs": kwargs or {}}
-    return TorchPolicyEngine(model or adapted(), None, RolloutConfig(**(rollout or {})), **options)
+    return TorchPolicyEngine(model or adapted(), make_rules(generation, kwargs, rollout, dtype), **options)
+
+
+def make_rules(generation, kwargs=None, rollout=None, dtype=None) -> TorchRules:
+    return TorchRules(
+        rollout=RolloutConfig(**(rollout or {})),
+        processing=None,
+        generation_config=generation,
+        generation_kwargs=kwargs or {},
+        dtype=dtype,
+    )
 
 
 def noise_on(model) -> NoiseInjector:
@@ -185,25 +194,13 @@ def test_generation_kwargs_that_the_loop_does_not_know_reach_the_rollout():
 @pytest.mark.parametrize("name", ["num_beams", "num_return_sequences", "stop_strings", "min_new_token"])
 def test_generation_kwargs_that_no_rollout_can_have_are_refused(name):
     with pytest.raises(UserError, match=f"--config.training.generation_kwargs: .*{name}"):
-        TorchPolicyEngine(
-            adapted(),
-            None,
-            RolloutConfig(),
-            generation_config=GenerationConfig(**GENERATION),
-            generation_kwargs={name: 2},
-        )
+        TorchPolicyEngine(adapted(), make_rules(GenerationConfig(**GENERATION), {name: 2}))
 
 
 def test_trls_image_tokens_are_not_drawn():
     sampling = Sampling(temperature=0, max_new_tokens=12)
     first = {ids[0] for ids in drawn(make_engine(), sampling=sampling)}
-    policy = TorchPolicyEngine(
-        adapted(),
-        None,
-        RolloutConfig(),
-        generation_config=GenerationConfig(suppress_tokens=sorted(first), **GENERATION),
-        generation_kwargs={},
-    )
+    policy = TorchPolicyEngine(adapted(), make_rules(GenerationConfig(suppress_tokens=sorted(first), **GENERATION)))
     assert not first & {token for ids in drawn(policy, sampling=sampling) for token in ids}
 
 
@@ -259,8 +256,8 @@ def test_a_workers_copy_keeps_no_memory_free_for_an_update(monkeypatch, tmp_path
     monkeypatch.setattr(device, "free_memory", lambda: 2_000_000)
     base = save_tiny(tmp_path)
     copy = TorchCopy(
-        str(base), load={"dtype": torch.float32}, peft_config=None, processing=None, rollout=RolloutConfig(),
-        noise=None, generation_config=GenerationConfig(**GENERATION), generation_kwargs={}, kernels="auto", dtype=None,
+        str(base), rules=make_rules(GenerationConfig(**GENERATION)), load={"dtype": torch.float32}, peft_config=None,
+        noise=None,
     )  # fmt: skip
     sent = pack(delivered(load_model(base, dtype=torch.float32)))
     with copy.holding(Weights(version=0), "first", (sent, [])):

@@ -193,7 +193,7 @@ class Lengths:
         return []
 
     def serve(self, weights: Any, inbox: Inbox) -> Iterator[WorkerEvent]:
-        yield Ready(1, 0.0)
+        yield Ready(1)
         while inbox.next_weights(wait=True) is not None:
             yield Result((len(inbox.take()),), None, 1)
 

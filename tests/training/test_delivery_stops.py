@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from perl.base.errors import RankError
 from perl.config.schema import RolloutConfig
 from perl.engines.torch_copy import TorchCopy
+from perl.engines.torch_policy import TorchRules
 from perl.records import Trajectory, Weights
 from perl.training.batch import Batch
 from perl.workers.rollouts import Piece, RolloutJob, Version
@@ -36,11 +37,11 @@ class Inbox:
 
 def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on(tmp_path):
     base = str(save_tiny(tmp_path))
-    copy = partial(
-        TorchCopy, base, load={"dtype": torch.float32}, peft_config=None, processing=None,
-        rollout=RolloutConfig(engine="fast"), noise=None, generation_config=GenerationConfig(pad_token_id=0),
-        generation_kwargs={}, kernels="auto", dtype=torch.float32,
+    rules = TorchRules(
+        rollout=RolloutConfig(engine="fast"), processing=None, generation_config=GenerationConfig(pad_token_id=0),
+        generation_kwargs={}, dtype=torch.float32,
     )  # fmt: skip
+    copy = partial(TorchCopy, base, rules=rules, load={"dtype": torch.float32}, peft_config=None, noise=None)
     job = RolloutJob(base=base, open_copy=copy, piece_size=2, newest=False, talks=None, threads=torch.get_num_threads())
     version = Version("run", Weights(version=2), "a" * 64)
     ready, *answers = job.serve(version, Inbox(version))

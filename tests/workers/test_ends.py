@@ -25,7 +25,7 @@ class Job:
         return []
 
     def serve(self, weights, inbox):
-        yield Ready(1, 0.0)
+        yield Ready(1)
         while inbox.next_weights(wait=True) is not None:
             request = inbox.take()
             if request.id[0] >= self.good:

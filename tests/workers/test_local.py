@@ -32,7 +32,7 @@ class Reader(Job):
     """A job that reads what it is sent, and says nothing of it."""
 
     def serve(self, weights, inbox):
-        yield Ready(1, 0.0)
+        yield Ready(1)
         while inbox.next_weights(wait=True) is not None:
             inbox.take()
 
@@ -50,7 +50,7 @@ class Unreadable(Job):
     def serve(self, weights, inbox):
         module = sys.modules["here_alone"] = ModuleType("here_alone")
         module.Answer = type("Answer", (), {"__module__": "here_alone"})  # type: ignore[attr-defined]
-        yield Ready(1, 0.0)
+        yield Ready(1)
         yield Result((0,), module.Answer(), 1)  # type: ignore[attr-defined]
         inbox.next_weights(wait=True)
 
@@ -70,7 +70,7 @@ class Lingering(Job):
     """A job whose process has closed its pipe for a while before it ends by itself, as with a large device."""
 
     def serve(self, weights, inbox):
-        yield Ready(1, 0.0)
+        yield Ready(1)
         with socket.socket(fileno=os.dup(inbox._connection.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_WR)
         time.sleep(3.0)
@@ -81,7 +81,7 @@ class Starting(Job):
     """A job that has a program ended by SIGTERM, whose exit code it answers with."""
 
     def serve(self, weights, inbox):
-        yield Ready(1, 0.0)
+        yield Ready(1)
         while inbox.next_weights(wait=True) is not None:
             inbox.take()
             code = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode

@@ -79,7 +79,7 @@ def test_what_nobody_has_begun_takes_the_weights_that_are_submitted_last(tmp_pat
         pool.submit(version(0), pieces(0), b"zero")
         pool.poll(0.0)
         (link,) = executor.links
-        link.deliver(Ready(1, 0.0))
+        link.deliver(Ready(1))
         pool.poll(0.0)
         pool.poll(0.0)  # hands out what it works on, and no second piece, which another worker could begin
         given = [(0, 0)]
@@ -92,7 +92,7 @@ def test_what_nobody_has_begun_takes_the_weights_that_are_submitted_last(tmp_pat
         link.deliver(None)  # it dies: what it held goes back
         pool.poll(0.0)
         pool.poll(0.0)
-        executor.links[1].deliver(Ready(1, 0.0))
+        executor.links[1].deliver(Ready(1))
         for _ in range(4):
             pool.poll(0.0)
         again = executor.links[1].batches[0]
@@ -109,14 +109,14 @@ def test_what_a_worker_held_that_was_killed_from_outside_is_drawn_together_again
     with WorkerPool(executor, Job(), tmp_path, newest=newest, all_needed=True) as pool:
         pool.submit(version(0), pieces(0, count=8), b"zero")
         pool.poll(0.0)
-        executor.links[0].deliver(Ready(4, 0.0))
+        executor.links[0].deliver(Ready(4))
         pool.poll(0.0)
         pool.poll(0.0)
         held = [piece.id for piece in executor.links[0].batches[0].requests]
         pool.submit(version(1), [], b"one")
         executor.links[0].deliver(None)
         pool.poll(0.0)
-        executor.links[1].deliver(Ready(4, 0.0))
+        executor.links[1].deliver(Ready(4))
         pool.poll(0.0)
         pool.poll(0.0)
         (again,) = executor.links[1].batches
@@ -134,7 +134,7 @@ def test_a_worker_gets_once_what_several_weights_are_made_of(tmp_path):
             weights = Version("run", Weights(call // 3, draw=call), f"digest {call}")
             pool.submit(weights, pieces(call, count=1), made[call // 3])
         pool.poll(0.0)
-        executor.links[0].deliver(Ready(4, 0.0))
+        executor.links[0].deliver(Ready(4))
         pool.poll(0.0)
         pool.poll(0.0)
         assert [batch.payload for batch in executor.links[0].batches] == [b"zero", None, None, b"one"]
@@ -148,7 +148,7 @@ def test_a_worker_that_says_that_it_is_at_work_is_waited_for(tmp_path, monkeypat
     with WorkerPool(executor, Job(), tmp_path, deadline_s=60.0) as pool:
         pool.submit(version(0), pieces(0, count=1), b"zero")
         pool.poll(0.0)
-        executor.links[0].deliver(Ready(1, 0.0))
+        executor.links[0].deliver(Ready(1))
         pool.poll(0.0)
         for _ in range(5):
             now[0] += 50.0
@@ -167,7 +167,7 @@ def test_new_weights_need_no_new_pieces(tmp_path):
         pool.submit(version(0), pieces(0), b"zero")
         pool.poll(0.0)
         pool.submit(version(1), [], b"one")
-        executor.links[0].deliver(Ready(1, 0.0))
+        executor.links[0].deliver(Ready(1))
         pool.poll(0.0)
         pool.poll(0.0)
         (batch,) = executor.links[0].batches
