@@ -8,9 +8,7 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of
 from perl.config.parser import MAPPING
-
-UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
-"""Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
+from perl.config.peft_fields import UNMERGED
 
 
 def check_values(values: Namespace) -> None:
