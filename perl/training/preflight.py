@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.adapters.applied import check_layers, check_method, strategy_of
+from perl.adapters.checks import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
@@ -101,15 +101,16 @@ def check_run(config: Config, run_dir: Path) -> Checked:
 
     Raises UserError for the first mistake found. Nothing is written.
     """
-    check_method(config.peft, config.training)
+    strategy = strategy_of(config.training)
+    check_method(config.peft, config.training, strategy)
     check_training(config.training)
     check_sampling(config.training)
     check_trackers(config.training)
-    check_engine(config)
+    check_engine(config, strategy)
     model_dtype(config)
-    check_quantization(config)
+    check_quantization(config, strategy)
     if not (config.rollout.workers and config.rollout.executor == "ray"):  # whose devices the cluster knows
-        check_drawn(config, device.detect().kind, strategy_of(config.training))
+        check_drawn(config, device.detect().kind, strategy)
     source = load_environment(config.environment) if config.environment.used else None
     check_metric(config, source)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
@@ -134,7 +135,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         columns=config.environment.factory is not None,
         template_kwargs=kwargs,
     )
-    check_mixed_rows(dataset, strategy_of(config.training))
+    check_mixed_rows(dataset, strategy)
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     if config.algorithm.dynamic_sampling:
@@ -241,9 +242,8 @@ def check_sampling(training: TrainingConfig) -> None:
         raise UserError(f"--config.training.{' '.join(str(error).split())}") from error
 
 
-def check_engine(config: Config) -> None:
+def check_engine(config: Config, strategy: str) -> None:
     """Where vLLM can't be given the policy, vLLM would say so with a traceback, after loading."""
-    strategy = strategy_of(config.training)
     if config.rollout.piece_size and not config.rollout.workers and strategy:
         raise UserError(
             f"--config.rollout.piece_size {config.rollout.piece_size}: under {strategy} the processes draw together,"
