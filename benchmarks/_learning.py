@@ -29,7 +29,7 @@ import perl
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.scoring.statistics import seeds_reach, t_tails
-from perl.tools import quickstart, real
+from perl.tools import course, quickstart, real
 from perl.tools.stages import Evaluation, StageError, train
 
 WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
@@ -71,9 +71,9 @@ def real_start(folder: Path) -> Start:
     """From a folder of `perl real` whose SFT has finished. Noise begins at 2 % of its norm weights, whose RMS is 0.23:
     the guides' 0.05 silences the reward."""
     settings = real.read_run(folder, "sft", "--real")
-    flags = real.grpo_flags(settings, folder)
-    name = Path(settings.model).name
-    return Start(name, real.GRPO_RECIPE, flags, real.evaluation(settings, folder), 0.005, 0.02)
+    flags = course.flags_of(settings, folder, "grpo")
+    how = course.evaluation(real.course_of(settings, {}), folder)
+    return Start(Path(settings.model).name, real.RECIPES["grpo"], flags, how, 0.005, 0.02)
 
 
 def noise_settings(kind: str | None, start: Start, old_logps: str = "clean") -> dict[str, object]:

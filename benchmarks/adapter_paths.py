@@ -30,7 +30,7 @@ from benchmarks._learning import markdown, write_between
 from perl.base.errors import report_errors
 from perl.base.files import write_json
 from perl.scoring.results import SUMMARY, read_samples
-from perl.tools import real
+from perl.tools import course, real
 from perl.tools.stages import ROOT
 
 USERS_MISTAKE, REFUSED = 2, " differs from PEFT's"
@@ -135,7 +135,7 @@ def main() -> None:
         return
     if options.real is not None:
         settings = real.read_run(options.real, "grpo", "--real")
-        options.model = real.model_folder(settings, options.real)
+        options.model = course.model_folder(settings, options.real)
         options.adapter = options.real / "grpo" / "adapter"
         options.dataset = options.real / "data" / "test.jsonl"
     for name in ("model", "adapter", "dataset"):

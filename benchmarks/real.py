@@ -22,11 +22,11 @@ from benchmarks._learning import markdown, rows_to_draw, write_between
 from perl.base.errors import UserError, report_errors
 from perl.base.files import atomic_write, read_rows
 from perl.evaluation.compare import compare
-from perl.tools import real
+from perl.tools import course
 from perl.tools.stages import ROOT
 
 RESULTS = ROOT / "docs" / "results" / "real.jsonl"
-SAMPLED = f"avg@{real.SAMPLED.n}"
+SAMPLED = f"avg@{course.SAMPLES}"
 STAGES = ("base", "sft", "grpo")
 OF_A_SEED = ("seed", "data")
 """Settings of a run in which the seeds differ."""
@@ -39,7 +39,7 @@ PAGES = {"README.md": ENGLISH, "README_zh.md": CHINESE, "docs/real.md": ENGLISH}
 def row_of(folder: Path) -> dict[str, Any]:
     """A finished run's line for the list of results."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    settings = json.loads((folder / real.SETTINGS).read_text(encoding="utf-8"))
+    settings = json.loads((folder / course.SETTINGS).read_text(encoding="utf-8"))
     changes = {}
     for name, part in ((SAMPLED, "sampled"), ("greedy", "greedy")):
         found = compare(folder / "after_sft" / part, folder / "after_grpo" / part)["datasets"]["test"]
@@ -50,7 +50,7 @@ def row_of(folder: Path) -> dict[str, Any]:
     return {
         **result,
         "grpo_over_sft": changes,
-        "stages": {row["stage"]: row["seconds"] for row in real.read_stages(folder) if row["finished"]},
+        "stages": {row["stage"]: row["seconds"] for row in course.read_stages(folder) if row["finished"]},
         "settings": settings,
         "command": f"python -m perl real --output_dir {folder} --seed {settings['seed']}",
         "versions": provenance["versions"],

@@ -32,9 +32,10 @@ from perl.base.errors import UserError, report_errors
 from perl.base.files import add_row, read_json, read_rows
 from perl.models.folders import load_tokenizer
 from perl.scoring.statistics import seeds_reach
-from perl.tools import real, retool
+from perl.tools import course, retool
 from perl.tools.stages import ROOT, StageError
 
+STAGES = ("base", "sft", "grpo")
 RESULTS = ROOT / "docs" / "results" / "retool.jsonl"
 ARMS, SEEDS = ("tool", "text"), (1, 2, 3)
 SFT_ROWS, GRPO_ROWS, HELD_OUT, STEPS = 48, 160, 200, 60
@@ -60,11 +61,11 @@ def row_of(folder: Path, tokens: int) -> dict[str, Any]:
     started = read_json(folder / "grpo" / "environment.json")
     return {
         **read_json(folder / "result.json"),
-        "stages": {row["stage"]: row["seconds"] for row in real.read_stages(folder) if row["finished"]},
+        "stages": {row["stage"]: row["seconds"] for row in course.read_stages(folder) if row["finished"]},
         "steps": len(step_times(folder)),
         "step_s": round(statistics.median(step_times(folder)), 2),
         "sft_tokens": tokens,
-        "settings": read_json(folder / real.SETTINGS),
+        "settings": read_json(folder / course.SETTINGS),
         "versions": started["versions"],
         "git_commit": started["git_commit"],
     }
@@ -140,7 +141,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = ("arm", "seed", "avg@8: base", "SFT", "GRPO", "greedy: base", "SFT", "GRPO", "GRPO steps", "minutes")
     lines = []
     for row in sorted(rows, key=lambda row: (row["arm"], row["seed"])):
-        scores = [f"{100 * row[stage][metric]:.1f}" for metric in ("avg@8", "greedy") for stage in retool.STAGES]
+        scores = [f"{100 * row[stage][metric]:.1f}" for metric in ("avg@8", "greedy") for stage in STAGES]
         lines.append([row["arm"], str(row["seed"]), *scores, str(row["steps"]), f"{row['wall_s'] / 60:.0f}"])
     return "\n\n".join([markdown(heads, lines), *comparisons(rows)])
 

@@ -28,10 +28,12 @@ from typing import Any
 from perl.base.files import write_json
 from perl.grading import Grader
 from perl.records import Problem
-from perl.rewards.audit import PROBES, Audit, audit, make_rows
 from perl.rewards.functions import RewardContext, build_rewards
 from perl.tasks import load_problems, problem_of_row
 from perl.tasks.reasoning_gym import AUDITED, TASK, generated_rows
+from perl.tools.audit.probes import PROBES
+from perl.tools.audit.rows import make_rows
+from perl.tools.audit.verdict import Audit, audit
 
 ROOT = Path(__file__).parents[1]
 OWN = {

@@ -49,7 +49,7 @@ from perl.grading import Grader
 from perl.prompts import ChatTemplate
 from perl.rewards.functions import build_rewards, reward_context
 from perl.runs.setup import build_dataset, load_model, load_tokenizer
-from perl.tools import real
+from perl.tools import course, real
 from perl.tools.stages import ROOT
 from perl.training.trainer import PerlGRPOTrainer
 
@@ -100,8 +100,8 @@ def quickstart_flags() -> list[str]:
 def real_flags(folder: Path, noise: bool) -> list[str]:
     """The GRPO stage of a folder of `python -m perl real`, whose SFT has finished."""
     settings = real.read_run(folder, "sft", "--real")
-    own = words_of(recipe=str(real.GRPO_RECIPE), noise=str(noise).lower())
-    return [*own, *real.grpo_flags(settings, folder.absolute())]
+    own = words_of(recipe=str(real.RECIPES["grpo"]), noise=str(noise).lower())
+    return [*own, *course.flags_of(settings, folder.absolute(), "grpo")]
 
 
 def words_of(recipe: str, noise: str) -> list[str]:

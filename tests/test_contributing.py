@@ -19,7 +19,7 @@ from tests.tiny import save_tiny
 
 PLACES = {
     "TASKS": ("perl/tasks/registry.py", "TASKS: dict[str, Task] = {\n"),
-    "REWARDS": ("perl/rewards/functions.py", "REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {\n"),
+    "REWARDS": ("perl/rewards/functions.py", "REWARDS: dict[str, Reward] = {\n"),
     "ADAPTERS": ("perl/adapters/__init__.py", "ADAPTERS: dict[str, Adapter] = {\n"),
     "ALGORITHMS": ("perl/algorithms/__init__.py", "ALGORITHMS: dict[str, Algorithm] = {\n"),
     "ENGINES": ("perl/engines/__init__.py", "ENGINES: dict[str, Callable[..., LoadedEngine]] = {\n"),

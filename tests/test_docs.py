@@ -21,7 +21,7 @@ from perl.config.load import parse
 from perl.config.schema import NoiseConfig
 from perl.grading import Grader
 from perl.noise.schedule import stage_at
-from perl.rewards.functions import REWARDS, RewardContext, build_rewards, grade_rows
+from perl.rewards.functions import REWARDS, Reward, RewardContext, build_rewards, grade_rows
 from perl.tasks import TASKS, load_problems
 from perl.tasks.schemas import SCHEMAS
 from perl.tools.from_verl.outcomes import Choices
@@ -193,7 +193,7 @@ def test_a_task_is_one_entry(monkeypatch, tmp_path):
 
 
 def test_a_reward_is_one_entry(monkeypatch):
-    monkeypatch.setitem(REWARDS, "half", lambda context: lambda completions, **_: [0.5] * len(completions))
+    monkeypatch.setitem(REWARDS, "half", Reward(lambda context: lambda completions, **_: [0.5] * len(completions)))
     with Grader() as grader:
         context = RewardContext(grader=grader, max_completion_length=256, overlong_cache_length=64)
         (reward,) = build_rewards(["half"], context)

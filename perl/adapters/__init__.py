@@ -1,8 +1,8 @@
 """PEFT methods, and training without one: how each is configured, started and optimised. Merging is the same for all
 (perl/adapters/merge.py).
 
-To add one: a builder, and its line in ADAPTERS; one that reads other fields than LoRA has a line in READS too
-(perl/config/peft_fields.py).
+To add one: a builder, and its line in ADAPTERS; one that reads other fields than LoRA has a line in READS too, one that
+is a sum of the base's product and its own stands in UNMERGED (both perl/config/peft_fields.py).
 """
 
 from __future__ import annotations

@@ -1,38 +1,20 @@
-"""What a method is asked to do, checked before a model is loaded; what it has done to the model, checked after."""
+"""What a method has done to the model, checked after it is loaded; what comes before is in perl/adapters/checks.py."""
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import warnings
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from perl.adapters import ADAPTERS, Adapter
+from perl.adapters import Adapter
 from perl.adapters.none import has_adapter
-from perl.base.errors import UserError, lookup
 from perl.base.files import read_json
-from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
 from perl.config.schema import PeftConfig
-from perl.models import folders
 from perl.models.few_bits import described, fields_of
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from perl.config.load import Config
-    from perl.config.sft import SFTRunConfig
-
-log = logging.getLogger(__name__)
 
 APPLIED = "peft.json"
 """Applied, in the run's folder."""
-SHOWN = 10
-"""Names of layers in a message."""
-STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,149 +42,6 @@ class Applied:
         what = f"{self.trained:,} of {self.parameters:,} parameters are trained ({share:.3%})"
         above = f"; above a base in {self.quantised}" if self.quantised else ""
         return f"{self.type}: {what}" + (f": {', '.join(self.tensors)} of {modules}" if self.modules else "") + above
-
-
-def check_method(config: PeftConfig, training: TrainingArguments, strategy: str | None = None) -> Adapter:
-    """The line of ADAPTERS that `config` names.
-
-    Args:
-        strategy: as `strategy_of` has it; None: that of `training`.
-
-    Raises:
-        UserError: no such method, a field that it does not read, a value that it can't have, or a way to spread the
-            weights over devices that it can't be trained with.
-    """
-    adapter = lookup(ADAPTERS, config.type, "adapter type", "--config.peft.type")
-    names = reads_of(config.type)
-    for field in fields(PeftConfig):
-        value = getattr(config, field.name)
-        if field.name in (*OF_ALL, *names) or value == field.default:
-            continue
-        reads = f"it reads {', '.join(names)}" if names else "it reads no other field of the group"
-        raise UserError(
-            f"--config.peft.{field.name} {value}: peft.type {config.type} does not read it; {reads}; leave it out"
-            f" (its default is {field.default})"
-        )
-    for name in TARGETS:
-        _check_pattern(name, getattr(config, name))
-    if adapter.check is not None:
-        adapter.check(config, training)
-    strategy = strategy_of(training) if strategy is None else strategy
-    if strategy in adapter.refused:
-        raise UserError(
-            f"--config.peft.type {config.type}: can't be trained with {STRATEGIES[strategy]}:"
-            f" {adapter.refused[strategy]}; start with DDP or ZeRO-2 (scripts/accelerate), or write"
-            " --config.peft.type lora"
-        )
-    return adapter
-
-
-def check_base(config: Config | SFTRunConfig, strategy: str | None = None) -> None:
-    """What a base can't be had with that is quantised as it loads (model.quantization).
-
-    Args:
-        strategy: as in `check_method`.
-
-    Raises:
-        UserError: a method, or a way to spread the weights, that needs them whole; another flag that asks for it.
-    """
-    if "quantization_config" in (config.training.model_init_kwargs or {}):
-        raise UserError(
-            "--config.training.model_init_kwargs: quantization_config has no place there; write"
-            " --config.model.quantization nf4"
-        )
-    if config.model.quantization == "none":
-        return
-    flag = f"--config.model.quantization {config.model.quantization}"
-    if why := ADAPTERS[config.peft.type].refused.get(config.model.quantization):
-        raise UserError(f"{flag}: --config.peft.type {config.peft.type}: {why}; write lora, or none for quantization")
-    if strategy := strategy_of(config.training) if strategy is None else strategy:
-        raise UserError(
-            f"{flag}: {STRATEGIES[strategy]} would split the packed weights; start with DDP or ZeRO-2"
-            " (scripts/accelerate), or write none"
-        )
-
-
-def check_stored(config: Config | SFTRunConfig, model: Any, strategy: str | None = None) -> None:
-    """What a base can't be had with whose files, as `model` says, its PretrainedConfig, are quantised.
-
-    Args:
-        strategy: as in `check_method`.
-
-    Raises:
-        UserError: model.quantization asks for it too, or the weights would be spread.
-    """
-    if not (stored := fields_of(model)):
-        return
-    path = config.model.model_name_or_path
-    if config.model.quantization != "none":
-        raise UserError(
-            f"--config.model.quantization {config.model.quantization}: {path} is quantised already; leave the flag out"
-        )
-    if strategy := strategy_of(config.training) if strategy is None else strategy:
-        raise UserError(
-            f"{path} is stored in {described(stored)}, and {STRATEGIES[strategy]} would split the packed weights;"
-            " start with DDP or ZeRO-2 (scripts/accelerate)"
-        )
-
-
-def _check_pattern(name: str, value: str | list[str] | None) -> None:
-    """PEFT takes a text for a regular expression, and compiles it when the model is loaded."""
-    try:
-        re.compile(value if isinstance(value, str) else "")
-    except re.error as error:
-        raise UserError(
-            f"--config.peft.{name} {value}: no regular expression: {error}; write one, or a list of names"
-        ) from error
-
-
-def check_layers(config: PeftConfig, folder: Path) -> None:
-    """Of the shapes of the model in `folder` alone, no weight is read: whether the method finds layers, which can have
-    the values of `config`. What else there is to say of this model is said when it is loaded.
-
-    Raises:
-        UserError: target_modules names no layer, or one of them can't have a value.
-    """
-    adapter = ADAPTERS[config.type]
-    peft_config = adapter.build(config)
-    if peft_config is None or (config.adapter is not None and config.adapter_mode == "continue"):
-        return
-    wrapped = _without_weights(folder, peft_config)
-    if wrapped is not None and adapter.fits is not None:
-        adapter.fits(wrapped, config)
-
-
-def _without_weights(folder: Path, peft_config: Any) -> Any:
-    """The model in `folder`, wrapped, on the meta device; None where the shapes alone do not do for that."""
-    import torch
-    from peft import get_peft_model
-
-    config, linear = folders.load_config(folder), {}
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come again with the weights
-            model = folders.kind_of(config).from_config(config)
-            layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-            linear = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-            return get_peft_model(model, peft_config, low_cpu_mem_usage=True)
-    except Exception as error:
-        if "not found in the base model" in str(error):
-            shown = ", ".join([*list(linear)[:SHOWN], *(["…"] if len(linear) > SHOWN else [])])
-            named = peft_config.target_modules
-            raise UserError(
-                f"--config.peft.target_modules {named if isinstance(named, str) else sorted(named)}: the model has no"
-                f" such layer; its linear layers are {shown}"
-            ) from error
-        log.debug("the model's shapes alone do not do for PEFT", exc_info=error)
-        return None
-
-
-def strategy_of(training: TrainingArguments) -> str:
-    """ "zero3", "fsdp2", or "" where each device has all weights."""
-    deepspeed = training.deepspeed_plugin and training.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    if deepspeed and deepspeed["stage"] == 3:
-        return "zero3"
-    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""
 
 
 def applied(model: Any, adapter: Adapter, config: PeftConfig) -> Applied:

@@ -8,9 +8,8 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of
 from perl.config.parser import MAPPING
-
-UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
-"""Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
+from perl.config.peft_fields import UNMERGED
+from perl.config.schema import check_tool_calls
 
 
 def check_values(values: Namespace) -> None:
@@ -246,11 +245,7 @@ def check_critic(values: Namespace) -> None:
 def check_environment(values: Namespace) -> None:
     """What conversations of several turns can't be had with."""
     environment, rollout, data = values.environment, values.rollout, values.dataset
-    if environment.tool_call_parser == "python_fence" and "python" not in environment.tools:
-        raise UserError(
-            "--config.environment.tool_call_parser python_fence: blocks of code are calls of the tool python; write"
-            " --config.environment.tools '[\"python\"]', or leave it out"
-        )
+    check_tool_calls(environment, "--config.environment")
     if not environment.tools and environment.factory is None:
         return
     flag = "--config.environment.tools" if environment.tools else "--config.environment.factory"

@@ -1,4 +1,5 @@
-"""Which fields of the group `peft` a method reads, and what becomes of those that a recipe sets for another method."""
+"""Which fields of the group `peft` a method reads, and what becomes of those that a recipe sets for another method;
+above which methods the base may be quantised."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ READS: dict[str, tuple[str, ...]] = {
     "none": (),
 }
 """Besides OF_ALL; other methods read LORA_FIELDS."""
+UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
+"""Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
 
 
 def reads_of(method: str) -> tuple[str, ...]:

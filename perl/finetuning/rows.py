@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
-from perl.adapters.applied import check_layers, check_method
+from perl.adapters.checks import check_layers, check_method, strategy_of
 from perl.base.errors import UserError, lookup
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
@@ -66,11 +66,12 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     Raises UserError for the first mistake found. Nothing is written.
     """
     data, training = config.dataset, config.training
-    check_method(config.peft, training)
+    strategy = strategy_of(training)
+    check_method(config.peft, training, strategy)
     check_length(training)
     check_trackers(training)
     model_dtype(config)
-    check_quantization(config)
+    check_quantization(config, strategy)
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
     checkpoints.check_made(checkpoint, training)

@@ -68,7 +68,7 @@ where they never must."""
 
 def grade_early(functions: Sequence[str], context: RewardContext) -> GradeEarly | None:
     """What begins to grade one completion of a rollout while others are still drawn; None where no reward grades."""
-    if "accuracy" not in functions:
+    if not any(reward.graded for reward in _by_name(functions).values()):
         return None
 
     def start(text: str, row: dict[str, Any]) -> Future[Any] | None:
@@ -156,13 +156,30 @@ def overlong(context: RewardContext) -> RewardFunction:
     return reward
 
 
-REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {
-    "accuracy": accuracy,
-    "strict": strict,
-    "format": format_,
-    "think": think,
-    "overlong": overlong,
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward by name, and what it reads."""
+
+    build: Callable[[RewardContext], RewardFunction]
+    answered: bool = True
+    """Whether it reads `gold` or `task`, so that every row must have them."""
+    graded: bool = False
+    """Whether the grader gives it, which may begin while other completions are drawn."""
+    form: str | None = None
+    """Key of RULES: the one form of an answer that it takes; None: that of each row's task, or none."""
+
+
+REWARDS: dict[str, Reward] = {
+    "accuracy": Reward(accuracy, graded=True),
+    "strict": Reward(strict, form="strict"),
+    "format": Reward(format_),
+    "think": Reward(think, answered=False),
+    "overlong": Reward(overlong, answered=False),
 }
+
+
+def _by_name(names: Sequence[str]) -> dict[str, Reward]:
+    return {name: REWARDS[name] for name in names if name in REWARDS}
 
 
 def build_rewards(names: Sequence[str], context: RewardContext) -> list[RewardFunction]:
@@ -172,7 +189,7 @@ def build_rewards(names: Sequence[str], context: RewardContext) -> list[RewardFu
     functions = []
     for name in names:
         own = is_file(name)
-        function = load_reward(name, context.kwargs, context.of_environments) if own else REWARDS[name](context)
+        function = load_reward(name, context.kwargs, context.of_environments) if own else REWARDS[name].build(context)
         function.__name__ = logged_name(name)
         functions.append(function)
     return functions
@@ -206,18 +223,20 @@ def check_rewards(
 
 def grades_rows(names: Sequence[str]) -> bool:
     """Whether a reward needs each row's task and answer."""
-    return any(not is_file(name) and name not in ("overlong", "think") for name in names)
+    return any(reward.answered for reward in _by_name(names).values())
 
 
 def check_tasks(names: Sequence[str], tasks: Collection[str]) -> None:
     """Raise a UserError where a reward could never be earned on rows of these tasks."""
-    other = sorted({name for name in tasks if TASKS[name].rubric.form != "strict"}) if "strict" in names else []
-    if other:
-        form = RULES[TASKS[other[0]].rubric.form].state("n")
-        raise UserError(
-            f"{FLAG} strict: only `#### n` counts, but the prompts of task {other[0]} ask for {form}; use accuracy, or"
-            " --config.dataset.task gsm8k"
-        )
+    for name, reward in _by_name(names).items():
+        form = reward.form
+        other = sorted(task for task in tasks if form not in (None, TASKS[task].rubric.form))
+        if form and other:
+            right = next(task for task in TASKS if TASKS[task].rubric.form == form)
+            raise UserError(
+                f"{FLAG} {name}: only `{RULES[form].state('n')}` counts, but the prompts of task {other[0]} ask for"
+                f" {RULES[TASKS[other[0]].rubric.form].state('n')}; use accuracy, or --config.dataset.task {right}"
+            )
 
 
 def grade_rows(grader: Grader, texts: Sequence[str], golds: Sequence[str], tasks: Sequence[str]) -> list[Grade]:

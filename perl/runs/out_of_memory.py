@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import RankError, RunError
-from perl.config.checks import UNMERGED
 from perl.config.derived import PASS_TOKENS, drawn_at_once
 from perl.config.load import Config
-from perl.config.peft_fields import reads_of
+from perl.config.peft_fields import UNMERGED, reads_of
 from perl.engines.quantised import SCHEMES, by_size
 from perl.runs.metrics import StepClock
 

@@ -45,7 +45,7 @@ def method_of(config: Any) -> str:
     return f"{algorithm.name if algorithm else 'sft'}_{'full' if config.peft.type == 'none' else config.peft.type}"
 
 
-def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Path:
+def default_run_dir(config: Any, kind: str) -> Path:
     """outputs/grpo_lora_<model>_<device>_<date>, the name that the guides' `tail -f` looks for.
 
     Args:
@@ -53,7 +53,7 @@ def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Pat
         kind: of the device.
     """
     name = f"{method_of(config)}_{model_slug(config.model.model_name_or_path)}_{kind}"
-    return root / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
+    return Path("outputs", f"{name}_{time.strftime('%Y%m%d_%H%M%S')}")
 
 
 def check_place(run_dir: Path) -> None:

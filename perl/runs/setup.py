@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import device
-from perl.adapters.applied import check_base, check_stored, strategy_of
+from perl.adapters.checks import check_base, check_stored
 from perl.adapters.none import loses_updates, trained_dtype
 from perl.adapters.start import continued, merge_into
 from perl.base.errors import UserError
@@ -96,15 +96,19 @@ def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
     return dtype
 
 
-def check_quantization(config: Config | SFTRunConfig) -> None:
-    """What a base that is quantised, as it loads or in its files, can't be had with."""
-    check_base(config)
+def check_quantization(config: Config | SFTRunConfig, strategy: str) -> None:
+    """What a base that is quantised, as it loads or in its files, can't be had with.
+
+    Args:
+        strategy: as perl.adapters.checks.strategy_of has it.
+    """
+    check_base(config, strategy)
     if config.model.quantization != "none":
         require_bitsandbytes(f"--config.model.quantization {config.model.quantization}")
-    elif not strategy_of(config.training):
+    elif not strategy:
         return
     folder = resolve_model(config.model.model_name_or_path, MODEL_FLAG)
-    check_stored(config, folders.load_config(folder, MODEL_FLAG))
+    check_stored(config, folders.load_config(folder, MODEL_FLAG), strategy)
 
 
 def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:

@@ -64,7 +64,7 @@ def check_mixed_rows(dataset: Dataset, strategy: str) -> None:
     micro-batch has no image skips the vision tower, and the others wait for it for ever.
 
     Args:
-        strategy: as perl.adapters.applied.strategy_of has it.
+        strategy: as perl.adapters.checks.strategy_of has it.
     """
     if strategy not in ("zero3", "fsdp2") or "images" not in dataset.column_names:
         return

@@ -41,7 +41,9 @@ class Change(NamedTuple):
 
 
 CONFIDENCE = 0.95
-"""Coverage of the intervals over seeds."""
+"""Coverage of all intervals."""
+RESAMPLES = 2000
+"""Of a bootstrap."""
 FEWEST = 6
 """Clusters that have to differ before anything is shown: if signs were coins, five of five equal ones would still come
 up in 2 / 2^5 = 6 % of all cases, six of six in 3 %."""
@@ -97,15 +99,8 @@ def _majority(votes: Sequence[tuple[str | None, float]]) -> float:
     return sum(tied) / len(tied)
 
 
-def clustered_bootstrap(
-    values: Sequence[float],
-    clusters: Sequence[Hashable],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Estimate:
-    """Mean of `values` with a percentile interval from resampling whole clusters.
+def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable]) -> Estimate:
+    """Mean of `values` with a percentile interval from resampling whole clusters; the same samples give the same one.
 
     Values of one cluster are not independent (a problem that occurs twice), so clusters are drawn, with replacement,
     and the mean is taken over all values in those drawn. Where all values are 0, or all are 1, there is nothing to
@@ -115,9 +110,6 @@ def clustered_bootstrap(
     Args:
         values: one number a problem.
         clusters: the cluster of each value.
-        level: coverage of the interval.
-        resamples: bootstrap draws.
-        seed: of the draws, so that the same samples give the same interval.
     """
     if not values:
         return Estimate(math.nan, math.nan, math.nan)
@@ -125,14 +117,14 @@ def clustered_bootstrap(
     value = float(numbers.mean())
     number_of = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
     index, count = np.asarray([number_of[cluster] for cluster in clusters]), len(number_of)
-    tail = (1.0 - level) / 2.0
+    tail = (1.0 - CONFIDENCE) / 2.0
     if value in (0.0, 1.0) and (numbers == value).all():
         reach = 1.0 - tail ** (1.0 / count)
         return Estimate(value, 0.0, reach) if value == 0.0 else Estimate(value, 1.0 - reach, 1.0)
     sums, sizes = np.bincount(index, weights=numbers), np.bincount(index)
-    generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for i in range(resamples):
+    generator = np.random.default_rng(0)
+    means = np.empty(RESAMPLES)
+    for i in range(RESAMPLES):
         drawn = generator.integers(count, size=count)
         means[i] = sums[drawn].sum() / sizes[drawn].sum()
     low, high = np.quantile(means, [tail, 1.0 - tail])

@@ -43,7 +43,8 @@ def plan(argv: list[str]) -> dict[str, str]:
     Raises UserError for whatever perl.train would find before it loads the model.
     """
     from perl.runs.checkpoints import goes_on
-    from perl.training.preflight import check_run, warn_of_rewards
+    from perl.tools.audit.before_training import warn_of_rewards
+    from perl.training.preflight import check_run
 
     parsed = parse(argv)
     parsed.require_files()
@@ -53,7 +54,7 @@ def plan(argv: list[str]) -> dict[str, str]:
     config = parsed.build(processes)
     run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
     require_free(Path(run_dir), goes_on(config.training.resume_from_checkpoint))
-    warn_of_rewards(check_run(config, Path(run_dir)))
+    warn_of_rewards(config, check_run(config, Path(run_dir)))
     return {
         "DEVICE": devices.kind,
         "NUM_PROCESSES": str(processes),

@@ -4,8 +4,8 @@
     the tool python and a boxed answer; what the tool prints is not learned  ->  score  ->  perl.train (GRPO, the same
     adapter further, the tool in its sandbox)  ->  score  ->  table, JSON as the last line
 
-`--arm text` has the same problems solved in writing, digit by digit, without a tool. A stage that has finished is not
-repeated and an interrupted one goes on, as with `perl real`.
+`--arm text` has the same problems solved in writing, digit by digit, without a tool. perl/tools/course.py takes both
+through the stages, as it does `perl real`.
 """
 
 from __future__ import annotations
@@ -14,42 +14,33 @@ import argparse
 import json
 import random
 import shutil
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from perl import device
 from perl.base.errors import UserError
-from perl.base.files import write_json
-from perl.base.paths import user_path
 from perl.config.parser import Parser
 from perl.config.schema import EnvironmentConfig
 from perl.config.types import NonNegativeInt, PositiveInt
 from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
 from perl.prompts import ChatTemplate, build_messages
-from perl.records import Sampling
 from perl.tasks import TASKS, problem_of_row
-from perl.tools import arithmetic, real, stages
+from perl.tools import arithmetic, course
+from perl.tools.course import MODEL, TRAININGS, Course, Run
 from perl.tools.fetch import MODELS
-from perl.tools.stages import ROOT, Evaluation, Scores, StageError, Where, alone, evaluate, read_scores, report
+from perl.tools.stages import ROOT
 
 Arm = Literal["tool", "text"]
-SFT_RECIPE, GRPO_RECIPE = (ROOT / "recipes" / f"retool_{name}.yaml" for name in ("sft", "grpo"))
 TEMPLATE = Path(__file__).with_name("retool_template.j2")
 """Of a model whose own template says nothing of tools."""
 ROOM = {"tool": 128, "text": 256}
 """Tokens of a completion, the tool's answers included; a product in writing needs up to 170."""
-STAGES = ("base", "sft", "grpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(real.Run):
+class Settings(Run):
     """What a run of this command is."""
 
     arm: Arm
@@ -61,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--output_dir", required=True, help="folder for everything; of an earlier run: it goes on")
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
     parser.add_argument("--arm", choices=["tool", "text"], default="tool", help="calculate by a tool, or in writing")
-    parser.add_argument("--model", default=real.MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
+    parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=48, help="solutions for SFT")
     parser.add_argument("--grpo_rows", type=PositiveInt, default=160, help="problems for GRPO")
     parser.add_argument("--held_out", type=PositiveInt, default=60, help="problems to score on")
@@ -76,65 +67,36 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = user_path(args.output_dir).absolute()
-    real.require_few(args, "sft_rows", "grpo_rows", "held_out")
+    course.require_few(args, "sft_rows", "grpo_rows", "held_out")
     names = ("seed", "arm", "sft_rows", "grpo_rows", "held_out", "sandbox")
     given: dict[str, Any] = {name: getattr(args, name) for name in names}
     rows = make_rows(**given)
     settings = Settings(
-        model=real.base_of(str(args.model)),
-        data=real.hash_of(rows),
+        model=course.base_of(str(args.model)),
+        data=course.hash_of(rows),
         sft_steps=args.sft_steps,
         grpo_steps=args.grpo_steps,
         **given,
     )
-    real.is_of_this_run(folder, settings)
-    console = Console()
-    console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
-    try:
-        with stages.stopped_by_signals(), alone(folder, "--output_dir", console) as kept_open:
-            real.open_folder(folder, settings)
-            real.write_data(folder / "data", rows)
-            result = retool(settings, folder, console, Where(kept_open=(kept_open,)))
-    except StageError as error:
-        print(f"error: {error}; the same command goes on from there", file=sys.stderr)
-        return 1
-    write_json(folder / "result.json", result)
-    print(json.dumps(result))
-    return 0
+    by_tool = settings.arm == "tool"
+    return course.run(
+        Course(
+            settings=settings,
+            rows=rows,
+            recipes={name: ROOT / "recipes" / f"retool_{name}.yaml" for name in TRAININGS},
+            title=f"Accuracy on held-out arithmetic {'with the tool' if by_tool else 'in writing'}",
+            max_new_tokens=ROOM[settings.arm],
+            train_flags={name: arm_flags(settings, name) for name in TRAININGS},
+            eval_flags=tool_flags(settings, "--environment") if by_tool else (),
+            prepare=partial(tell_of_tools, settings) if by_tool else None,
+            result={"arm": settings.arm},
+        ),
+        args.output_dir,
+    )
 
 
-def retool(settings: Settings, folder: Path, console: Console, where: Where) -> dict[str, Any]:
-    """Run what is left of the stages and show the table; returns what the JSON line holds."""
-    real.get_model(settings.model, folder, console, where)
-    if settings.arm == "tool":
-        tell_of_tools(settings, folder)
-    settings = real.with_dtype(settings, folder, console)
-    sft, grpo = folder / "sft", folder / "grpo"
-    places = {name: folder / f"after_{name}" for name in STAGES}
-    how = evaluation(settings, folder)
-    each = real.threads(where, real.cores() // (how.dp_size + 1))
-
-    def score(name: str, adapter: Path | None = None) -> None:
-        real.once(folder, f"score {name}", console, lambda: evaluate(how, places[name], console, adapter, where=each))
-
-    score("base")
-    flags = [*real.sft_flags(settings, folder), *arm_flags(settings, "sft")]
-    real.once(folder, "sft", console, lambda: real.train_on("perl.sft", SFT_RECIPE, flags, sft, console, where))
-    score("sft", sft / "adapter")
-    more = [*real.grpo_flags(settings, folder), *real.steps(settings.grpo_steps), *arm_flags(settings, "grpo")]
-    real.once(folder, "grpo", console, lambda: real.train_on("perl.train", GRPO_RECIPE, more, grpo, console, where))
-    score("grpo", grpo / "adapter")
-
-    page = report([grpo, *places.values()], folder / "report.html")
-    scores = {name: read_scores(how, place) for name, place in places.items()}
-    console.print(table(scores, settings.arm))
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
-    return {**real.result_of(scores, settings, folder), "arm": settings.arm}
-
-
-def arm_flags(settings: Settings, training: Literal["sft", "grpo"]) -> list[str]:
-    """What differs between the arms, of one of the trainings."""
+def arm_flags(settings: Settings, training: str) -> list[str]:
+    """What differs between the arms, of one of TRAININGS."""
     if settings.arm == "text":
         return [] if training == "sft" else ["--config.training.max_completion_length", str(ROOM["text"])]
     if training == "sft":
@@ -155,44 +117,12 @@ def tool_flags(settings: Settings, group: str) -> tuple[str, ...]:
     return tuple(word for name, value in values.items() for word in (f"{group}.{name}", str(value)))
 
 
-# Scores
-
-
-def evaluation(settings: Settings, folder: Path) -> Evaluation:
-    """How all stages of a run are scored."""
-    room = ROOM[settings.arm]
-    return Evaluation(
-        model=real.model_folder(settings, folder),
-        held_out=folder / "data" / "test.jsonl",
-        sampled=Sampling(n=real.SAMPLED.n, temperature=1.0, max_new_tokens=room),
-        greedy=Sampling(n=1, temperature=0.0, max_new_tokens=room),
-        engine="hf",
-        seed=settings.seed,
-        dp_size=min(device.detect().count, real.MOST_PROCESSES),
-        flags=tool_flags(settings, "--environment") if settings.arm == "tool" else (),
-    )
-
-
-def table(scores: dict[str, Scores], arm: Arm) -> Table:
-    words = {"tool": "with the tool", "text": "in writing"}[arm]
-    title = f"Accuracy on held-out arithmetic {words} in %  [95 % confidence interval]"
-    shown = Table(title=escape(title))
-    for heading in ("", f"avg@{real.SAMPLED.n}, temperature 1", "greedy"):
-        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for name, each in scores.items():
-        shown.add_row(name, escape(str(each.sampled)), escape(str(each.greedy)))
-    return shown
-
-
-# Model and rows
-
-
 def tell_of_tools(settings: Settings, folder: Path) -> None:
     """Have the fetched model's chat template list tools, and mark the assistant's tokens. A UserError where a model of
     the user's own has one that lists none."""
     from perl.models.folders import load_tokenizer
 
-    model = real.model_folder(settings, folder)
+    model = course.model_folder(settings, folder)
     if settings.model in MODELS:
         shutil.copyfile(TEMPLATE, model / "chat_template.jinja")
         return

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.adapters.applied import check_layers, check_method, strategy_of
+from perl.adapters.checks import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
@@ -35,9 +33,6 @@ from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
 from perl.prompts import ChatTemplate
-from perl.rewards.apart import call_apart
-from perl.rewards.audit import pays_for_nothing, rows_of_columns
-from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
 from perl.rewards.functions import build_rewards, check_tasks, grades_rows, reward_context
 from perl.runs import checkpoints, rundir
 from perl.runs.setup import (
@@ -63,11 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 32
-"""Rows among which those for the rewards are, and the wrong answers."""
-AUDITED = 3
-AUDIT_S = 0.4
-
 CHOICES = {
     "loss_type": tuple(SURROGATES),
     "importance_sampling_level": ("token", "sequence"),
@@ -91,8 +81,6 @@ class Checked:
     """To go on from."""
     conversations: Conversations | None
     """With the run's environments; None where there are none."""
-    rewards: dict[str, RewardFunction]
-    """By name, as the user wrote it. Those that grade have no process any more."""
     validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
@@ -102,20 +90,21 @@ def check_run(config: Config, run_dir: Path) -> Checked:
 
     Raises UserError for the first mistake found. Nothing is written.
     """
-    check_method(config.peft, config.training)
+    strategy = strategy_of(config.training)
+    check_method(config.peft, config.training, strategy)
     check_training(config.training)
     check_sampling(config.training)
     check_trackers(config.training)
-    check_engine(config)
+    check_engine(config, strategy)
     model_dtype(config)
-    check_quantization(config)
+    check_quantization(config, strategy)
     if not (config.rollout.workers and config.rollout.executor == "ray"):  # whose devices the cluster knows
-        check_drawn(config, device.detect().kind, strategy_of(config.training))
+        check_drawn(config, device.detect().kind, strategy)
     source = load_environment(config.environment) if config.environment.used else None
     check_metric(config, source)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
-        needed = config.reward.functions or not (source and source.rewards)
-        functions = build_rewards(config.reward.functions, reward_context(config, grader)) if needed else []
+        if config.reward.functions or not (source and source.rewards):
+            build_rewards(config.reward.functions, reward_context(config, grader))
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
@@ -134,7 +123,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         completion=config.training.max_completion_length,
         columns=config.environment.factory is not None,
     )
-    check_mixed_rows(dataset, strategy_of(config.training))
+    check_mixed_rows(dataset, strategy)
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     if config.algorithm.dynamic_sampling:
@@ -151,7 +140,6 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         problems=list(problems),
         checkpoint=checkpoint,
         conversations=conversations,
-        rewards=dict(zip(config.reward.functions, functions, strict=True)),
         validation=validation,
     )
 
@@ -183,23 +171,6 @@ def check_metric(config: Config, source: EnvironmentSource | None) -> None:
             f"--config.algorithm.dynamic_sampling_metric environment: {config.environment.factory} has no get_reward;"
             f" write one of {', '.join([*config.reward.functions, 'sum'])}"
         )
-
-
-def warn_of_rewards(checked: Checked) -> None:
-    """Once a run, before its processes start: one line for a reward of the user's own that pays an empty or a wrong
-    answer to the first rows as the right one (perl.rewards.audit). It is asked apart from this process: where it hangs
-    or ends its process, the training says so. Rewards by name are audited once and for all (docs/reward_audit.md)."""
-    own = {name: function for name, function in checked.rewards.items() if is_file(name)}
-    if not own or checked.conversations:  # an audit has no conversations
-        return
-    dataset = checked.dataset
-    first = dataset.select_columns(["prompt", "gold", "task", ROW]).select(range(min(LOOKED_AT, len(dataset))))
-    rows = rows_of_columns(first.to_list(), AUDITED)
-    until = time.monotonic() + AUDIT_S
-    for name, function in own.items():
-        left = until - time.monotonic()
-        if rows and left > 0 and (wrong := call_apart(partial(pays_for_nothing, name, function, rows, left), left)):
-            log.warning("%s %s: %s; python -m perl audit tells more", FLAG, name, wrong)
 
 
 def check_training(training: TrainingConfig) -> None:
@@ -241,9 +212,8 @@ def check_sampling(training: TrainingConfig) -> None:
         raise UserError(f"--config.training.{' '.join(str(error).split())}") from error
 
 
-def check_engine(config: Config) -> None:
+def check_engine(config: Config, strategy: str) -> None:
     """Where vLLM can't be given the policy, vLLM would say so with a traceback, after loading."""
-    strategy = strategy_of(config.training)
     if config.rollout.piece_size and not config.rollout.workers and strategy:
         raise UserError(
             f"--config.rollout.piece_size {config.rollout.piece_size}: under {strategy} the processes draw together,"

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from perl.adapters import ADAPTERS
 from perl.adapters.adalora import RankSchedule, target_rank
-from perl.adapters.applied import applied, check_layers, check_method
+from perl.adapters.applied import applied
+from perl.adapters.checks import check_layers, check_method, strategy_of
 from perl.adapters.merge import merge_adapter
 from perl.base.errors import UserError
 from perl.config.load import parse
@@ -148,7 +149,7 @@ def test_every_method_reads_fields_that_there_are():
 )
 def test_a_field_that_a_method_does_not_read_or_take_is_one_line(fields, said):
     with pytest.raises(UserError, match=said):
-        check_method(PeftConfig(**fields), TRAINING)
+        check_method(PeftConfig(**fields), TRAINING, "")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_what_peft_would_take_otherwise_than_it_was_asked_is_refused(name, field
 
 def test_a_run_without_mistakes_is_checked_in_silence():
     for name in ADAPTERS:
-        check_method(settings(name), TRAINING)
+        check_method(settings(name), TRAINING, "")
     assert target_rank(PeftConfig(type="adalora", r=12)) == 8
 
 
@@ -175,14 +176,14 @@ def test_a_run_without_mistakes_is_checked_in_silence():
 def test_what_fsdp2_would_train_wrongly_is_refused(monkeypatch, name):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match=f"peft.type {name}: can't be trained with FSDP2: .*; start with DDP or ZeRO-2"):
-        check_method(settings(name), TRAINING)
+        check_method(settings(name), TRAINING, strategy_of(TRAINING))
 
 
 def test_an_optimizer_that_moves_what_has_no_gradient_is_refused_for_pissa():
     with pytest.raises(UserError, match=r"weight_decay 0.1: would change the half .* write 0"):
-        check_method(settings("pissa"), changed(weight_decay=0.1))
+        check_method(settings("pissa"), changed(weight_decay=0.1), "")
     with pytest.raises(UserError, match=r"optim muon: peft.type milora needs .* write adamw_torch"):
-        check_method(settings("milora"), changed(optim="muon"))
+        check_method(settings("milora"), changed(optim="muon"), "")
 
 
 def test_an_adapter_of_any_method_is_merged_but_only_lora_is_trained_further(tmp_path):

@@ -11,7 +11,7 @@ import trl.trainer.grpo_config
 import trl.trainer.grpo_trainer
 import yaml
 
-from perl.adapters.applied import check_method
+from perl.adapters.checks import check_method
 from perl.base.errors import UserError
 from perl.config.derived import correction_of, scored_quantizations
 from perl.config.load import NOT_TAKEN, parse
@@ -668,7 +668,7 @@ def test_a_recipes_settings_for_another_method_than_the_flags_are_left_out(tmp_p
     assert parsed.values.peft.r == 32
     again = parse(["--recipe", write(tmp_path / "config.yaml", parsed.dump())])  # what the run writes repeats it
     assert (again.values.peft, again.warnings) == (parsed.values.peft, [])
-    check_method(again.build().peft, again.build().training)
+    check_method(again.build().peft, again.build().training, "")
 
 
 def test_what_a_flag_or_the_recipe_sets_for_its_own_method_stays(tmp_path):
@@ -677,7 +677,7 @@ def test_what_a_flag_or_the_recipe_sets_for_its_own_method_stays(tmp_path):
         parsed = parse(["--recipe", recipe, *words])
         assert parsed.warnings == []
         with pytest.raises(UserError, match=r"lora_alpha (64|8): peft.type (miss|hra) does not read it"):
-            check_method(parsed.build().peft, parsed.build().training)
+            check_method(parsed.build().peft, parsed.build().training, "")
 
 
 def test_numbers_of_our_groups_are_plain_as_checkpoints_hold_them():

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from perl.adapters import ADAPTERS
-from perl.adapters.applied import check_method
+from perl.adapters.checks import check_method, strategy_of
 from perl.adapters.start import whole_weights
 from perl.base.errors import UserError
 from perl.config.peft_fields import reads_of
@@ -37,7 +37,8 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
     settings = {"gradient_checkpointing": True, "engine": "fast"} | fixed | settings
     try:
         arguments = {key: value for key, value in (SETTINGS | settings).items() if key != "engine"}
-        check_method(peft, TrainingConfig(output_dir=str(out / name), **arguments))
+        training = TrainingConfig(output_dir=str(out / name), **arguments)
+        check_method(peft, training, strategy_of(training))
     except UserError as error:
         return {"refused": str(error)}
     noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.05, sigma_end=0.01, num_stages=2)

@@ -16,12 +16,14 @@ from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.grading import Grader
 from perl.records import Problem
-from perl.rewards.apart import call_apart
-from perl.rewards.audit import PROBES, Row, audit, differ, make_rows, pays_for_nothing
 from perl.rewards.files import load_reward
 from perl.rewards.functions import RewardContext, build_rewards
-from perl.tools.audit import made_problems
-from perl.training.preflight import warn_of_rewards
+from perl.tools.audit.apart import call_apart
+from perl.tools.audit.before_training import pays_for_nothing, warn_of_rewards
+from perl.tools.audit.cli import made_problems
+from perl.tools.audit.probes import PROBES
+from perl.tools.audit.rows import Row, differ, make_rows
+from perl.tools.audit.verdict import audit
 from tests.tools import audit_rewards
 
 FILE = Path(audit_rewards.__file__)
@@ -307,10 +309,10 @@ def test_a_form_of_ones_own_is_no_fault(tmp_path):
 def test_the_warning(caplog):
     dataset = Dataset.from_list([dict(row.columns) for row in ROWS])
     names = [f"{FILE}:{name}" for name in ("unread_gold", "exact")]
-    functions = {name: load_reward(name, {}) for name in names} | {"accuracy": lambda **_: pytest.fail("not asked")}
-    checked = SimpleNamespace(rewards=functions, dataset=dataset, conversations=None)
+    config = SimpleNamespace(reward=SimpleNamespace(functions=[*names, "accuracy"], kwargs={}))
+    checked = SimpleNamespace(dataset=dataset, conversations=None)
     with caplog.at_level(logging.WARNING):
-        warn_of_rewards(checked)
+        warn_of_rewards(config, checked)
     assert [record.getMessage() for record in caplog.records] == [
         f"--config.reward.functions {names[0]}: a wrong text earns what the right answer does, as on sums:1, another"
         f" row's answer ('#### {ROWS[0].others[0]}'); python -m perl audit tells more"

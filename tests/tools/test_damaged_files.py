@@ -7,7 +7,7 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.schema import PeftConfig
 from perl.models.folders import INDEX, load_config, require_adapter, require_plain_data
-from perl.tools import real
+from perl.tools import course, real
 from perl.tools.plan.inputs import MODEL_FLAG, read_config, shape_of
 from perl.tools.stages import read_score
 from tests.reports.test_damage import SUMMARY, damaged
@@ -50,13 +50,13 @@ def test_scores_of_a_stage(tmp_path):
 def test_what_a_real_run_noted(tmp_path):
     (tmp_path / "sft" / "adapter").mkdir(parents=True)
     settings = real.Settings(**SETTINGS)
-    said = tried(tmp_path / real.SETTINGS, SETTINGS, lambda: real.read_run(tmp_path, "sft", "--run"))
+    said = tried(tmp_path / course.SETTINGS, SETTINGS, lambda: real.read_run(tmp_path, "sft", "--run"))
     assert any("`$.seed`" in each for each in said)
-    file, row = tmp_path / real.STAGES, {"stage": "sft", "seconds": 1.5, "finished": True}
-    tried(file, row, lambda: real.read_stages(tmp_path), lambda row: json.dumps(row) + "\n")
-    (tmp_path / real.SETTINGS).write_text(DEEP)
+    file, row = tmp_path / course.STAGES, {"stage": "sft", "seconds": 1.5, "finished": True}
+    tried(file, row, lambda: course.read_stages(tmp_path), lambda row: json.dumps(row) + "\n")
+    (tmp_path / course.SETTINGS).write_text(DEEP)
     with pytest.raises(UserError, match=r"^--output_dir: .* is not readable \(maximum recursion"):
-        real.is_of_this_run(tmp_path, settings)
+        course.is_of_this_run(tmp_path, settings)
 
 
 def test_rows_of_svamp(tmp_path):

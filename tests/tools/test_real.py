@@ -18,12 +18,12 @@ from rich.console import Console
 
 from perl.base.errors import UserError
 from perl.config.parser import Parser
-from perl.tools import real
+from perl.tools import course, real
 from perl.tools.stages import HERE, LOCK, alone
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = Path("gsm8k that is not there.jsonl")
-EXPRESSION = runpy.run_path(str(real.GRPO_RECIPE.with_name("real_reward.py")))["expression"]
+EXPRESSION = runpy.run_path(str(real.RECIPES["grpo"].with_name("real_reward.py")))["expression"]
 
 
 def rows(count: int) -> list[str]:
@@ -70,7 +70,7 @@ def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path
     assert (with_sums["sft"][:4], with_sums["grpo"][:6]) == (parts[1]["sft"], parts[1]["grpo"])
     assert ["Work out the " in row for row in with_sums["sft"]] == [False] * 4 + [True] * 2
     assert ["What is the " in row for row in with_sums["grpo"]] == [False] * 6 + [True] * 3
-    real.write_data(tmp_path / "run", with_sums)
+    course.write_data(tmp_path / "run", with_sums)
     written = {file.stem: file.read_text().splitlines() for file in (tmp_path / "run").iterdir()}
     assert written == with_sums
 
@@ -85,12 +85,11 @@ def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
     file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in answers.items()))
     there = real.read_data(data(tmp_path / "svamp"), file, 4)
     (tmp_path / "run").mkdir()
-    real.write_data(tmp_path / "run" / "data", divided(there))
+    course.write_data(tmp_path / "run" / "data", divided(there))
     held_out = tmp_path / "run" / "data" / "gsm8k_one_step.jsonl"
     assert [json.loads(line)["question"] for line in held_out.read_text().splitlines()] == ["one"]
-    assert real.evaluation(settings(model=str(ROOT / "assets" / "quickstart-base")), tmp_path / "run").more == (
-        held_out,
-    )
+    how = real.course_of(settings(model=str(ROOT / "assets" / "quickstart-base")), divided(there))
+    assert course.evaluation(how, tmp_path / "run").more == (held_out,)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
     (folder / "test.jsonl").write_text(strange + "\n", encoding="utf-8")
     there = real.read_data(folder, NOWHERE, 4)
     assert there["test"] == [strange]
-    real.write_data(tmp_path / "out", divided(there))
+    course.write_data(tmp_path / "out", divided(there))
     assert (tmp_path / "out" / "test.jsonl").read_text(encoding="utf-8") == strange + "\n"
 
 
@@ -166,18 +165,18 @@ def test_data_that_is_not_there_or_too_little_is_one_line(tmp_path):
 
 
 def test_a_folder_is_of_one_run(tmp_path):
-    assert not real.is_of_this_run(tmp_path / "run", settings())
+    assert not course.is_of_this_run(tmp_path / "run", settings())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).touch()  # of a command that was killed before it wrote anything else
-    real.open_folder(tmp_path / "run", settings())
-    real.open_folder(tmp_path / "run", settings())
-    assert real.is_of_this_run(tmp_path / "run", settings())
+    course.open_folder(tmp_path / "run", settings())
+    course.open_folder(tmp_path / "run", settings())
+    assert course.is_of_this_run(tmp_path / "run", settings())
     with pytest.raises(UserError, match=r"holds a run with seed 1, not 2; grpo_steps None, not 5; write another"):
-        real.open_folder(tmp_path / "run", settings(seed=2, grpo_steps=5))
+        course.open_folder(tmp_path / "run", settings(seed=2, grpo_steps=5))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds something else; write a new folder"):
-        real.open_folder(tmp_path / "other", settings())
+        course.open_folder(tmp_path / "other", settings())
 
 
 def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
@@ -185,27 +184,27 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
 
     def fail() -> None:
         done.append("failed")
-        raise real.StageError("no")
+        raise course.StageError("no")
 
-    with pytest.raises(real.StageError):
-        real.once(tmp_path, "sft", quiet(), fail)
-    real.once(tmp_path, "sft", quiet(), lambda: done.append("sft"))
-    real.once(tmp_path, "sft", quiet(), lambda: done.append("again"))
-    real.once(tmp_path, "grpo", quiet(), lambda: done.append("grpo"))
+    with pytest.raises(course.StageError):
+        course.once(tmp_path, "sft", quiet(), fail)
+    course.once(tmp_path, "sft", quiet(), lambda: done.append("sft"))
+    course.once(tmp_path, "sft", quiet(), lambda: done.append("again"))
+    course.once(tmp_path, "grpo", quiet(), lambda: done.append("grpo"))
     assert done == ["failed", "sft", "grpo"]
-    noted = real.read_stages(tmp_path)
+    noted = course.read_stages(tmp_path)
     assert [(row["stage"], row["finished"]) for row in noted] == [("sft", False), ("sft", True), ("grpo", True)]
-    with (tmp_path / real.STAGES).open("a") as file:
+    with (tmp_path / course.STAGES).open("a") as file:
         file.write('{"stage": "score grpo", "sec')  # cut off by a kill
-    assert real.read_stages(tmp_path) == noted
-    real.once(tmp_path, "score grpo", quiet(), lambda: None)  # its line continued the one that was cut off
-    assert [row["stage"] for row in real.read_stages(tmp_path)] == ["sft", "sft", "grpo", "score grpo"]
+    assert course.read_stages(tmp_path) == noted
+    course.once(tmp_path, "score grpo", quiet(), lambda: None)  # its line continued the one that was cut off
+    assert [row["stage"] for row in course.read_stages(tmp_path)] == ["sft", "sft", "grpo", "score grpo"]
 
 
 def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
-    real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
+    monkeypatch.setattr(course, "train", lambda *arguments: called.append(arguments))
+    course.train_on("perl.sft", real.RECIPES["sft"], ["--flag"], tmp_path, quiet(), HERE)
     assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "auto"]
 
 
@@ -216,25 +215,25 @@ def measured(monkeypatch, float32: float, bfloat16: float) -> list[tuple[int, ..
     """On a CPU without AMX that multiplies in so many milliseconds; returns what is measured, as it is."""
     sizes: list[tuple[int, ...]] = []
     times = {"float32": float32, "bfloat16": bfloat16}
-    monkeypatch.setattr(real.device, "detect", lambda: SimpleNamespace(kind="cpu"))
+    monkeypatch.setattr(course.device, "detect", lambda: SimpleNamespace(kind="cpu"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    monkeypatch.setattr(real.device, "time_products", lambda *size: sizes.append(size) or times)
+    monkeypatch.setattr(course.device, "time_products", lambda *size: sizes.append(size) or times)
     return sizes
 
 
 def test_a_cpu_trains_in_what_it_multiplies_faster_to_the_end_of_the_run(tmp_path, monkeypatch, capsys):
     """AVX512_BF16 without AMX was float32, which took SFT 18 minutes for 11."""
     base = settings(model=str(ROOT / "assets" / "quickstart-base"))
-    real.open_folder(tmp_path, base)
+    course.open_folder(tmp_path, base)
     sizes = measured(monkeypatch, 1.19, 0.57)
-    chosen = real.with_dtype(base, tmp_path, Console(width=200))
+    chosen = course.with_dtype(base, tmp_path, Console(width=200))
     assert sizes == [(256, 128, 256)]
     said = "trains in bfloat16: a product of 256 x 128 x 256 takes 1.19 ms in float32 and 0.57 ms in bfloat16\n"
     assert capsys.readouterr().out == said
-    assert real.sft_flags(chosen, tmp_path)[4:6] == real.grpo_flags(chosen, tmp_path)[4:6] == BF16
+    assert all(course.flags_of(chosen, tmp_path, name)[4:6] == BF16 for name in course.TRAININGS)
     measured(monkeypatch, 0.57, 1.19)
-    assert real.with_dtype(base, tmp_path, quiet()) == chosen
-    assert real.is_of_this_run(tmp_path, base)
+    assert course.with_dtype(base, tmp_path, quiet()) == chosen
+    assert course.is_of_this_run(tmp_path, base)
     (tmp_path / "sft" / "adapter").mkdir(parents=True)
     assert real.read_run(tmp_path, "sft", "--real") == chosen
 
@@ -242,21 +241,21 @@ def test_a_cpu_trains_in_what_it_multiplies_faster_to_the_end_of_the_run(tmp_pat
 @pytest.mark.parametrize("bfloat16", [1.19, 1.0])
 def test_bfloat16_that_gains_too_little_is_float32(tmp_path, monkeypatch, bfloat16):
     base = settings(model=str(ROOT / "assets" / "quickstart-base"))
-    real.open_folder(tmp_path, base)
+    course.open_folder(tmp_path, base)
     measured(monkeypatch, 1.19, bfloat16)
-    chosen = real.with_dtype(base, tmp_path, quiet())
+    chosen = course.with_dtype(base, tmp_path, quiet())
     assert chosen.dtype == "float32"
-    assert "--config.training.bf16" not in real.sft_flags(chosen, tmp_path)
+    assert "--config.training.bf16" not in course.flags_of(chosen, tmp_path, "sft")
 
 
 def test_an_accelerator_decides_for_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(real.device, "detect", lambda: SimpleNamespace(kind="npu"))
-    assert real.with_dtype(settings(), tmp_path, quiet()).dtype is None
+    monkeypatch.setattr(course.device, "detect", lambda: SimpleNamespace(kind="npu"))
+    assert course.with_dtype(settings(), tmp_path, quiet()).dtype is None
 
 
 def test_other_sums_are_another_run(tmp_path, monkeypatch):
     """Rows that another version makes of the same settings are other rows: its folder is not gone on with."""
-    monkeypatch.setattr(real, "real", lambda *_: {})
+    monkeypatch.setattr(course, "take", lambda *_: {})
     words = ["--output_dir", str(tmp_path / "run"), "--data", str(data(tmp_path / "svamp")), "--sft_rows", "4"]
     assert run(*words) == 0
     assert run(*words) == 0
@@ -276,22 +275,22 @@ def test_a_process_of_an_evaluation_has_its_share_of_the_cores(tmp_path, monkeyp
 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for name, fake in {"evaluate": evaluate, "train": lambda *_: None, "report": lambda *_: "page"}.items():
-        monkeypatch.setattr(real, name, fake)
-    monkeypatch.setattr(real, "read_scores", lambda *_: scores)
-    monkeypatch.setattr(real, "table", lambda _: "")
+        monkeypatch.setattr(course, name, fake)
+    monkeypatch.setattr(course, "read_scores", lambda *_: scores)
+    monkeypatch.setattr(course, "table", lambda *_: "")
     for count, share in ((2, (2, "1")), (16, (4, "3"))):
         folder = tmp_path / str(count)
         folder.mkdir()
-        monkeypatch.setattr(real, "cores", lambda count=count: count)
-        monkeypatch.setattr(real.device, "detect", lambda count=count: SimpleNamespace(kind="cpu", count=count))
+        monkeypatch.setattr(course, "cores", lambda count=count: count)
+        monkeypatch.setattr(course.device, "detect", lambda count=count: SimpleNamespace(kind="cpu", count=count))
         base = settings(model=str(ROOT / "assets" / "quickstart-base"))
-        real.open_folder(folder, base)
-        real.real(base, folder, quiet(), HERE)
+        course.open_folder(folder, base)
+        course.take(real.course_of(base, {}), folder, quiet(), HERE)
         assert shares == dict.fromkeys(("base", "after_sft", "after_grpo"), share)
 
 
 def test_two_commands_in_one_folder_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(real, "real", lambda *_: {})
+    monkeypatch.setattr(course, "take", lambda *_: {})
     folder = tmp_path / "run"
     words = ["--output_dir", str(folder), "--data", str(data(tmp_path / "data")), "--sft_rows", "4"]
     assert run(*words) == 0
@@ -312,14 +311,14 @@ def test_a_wrong_model_is_corrected(tmp_path):
 def test_a_model_is_the_same_from_everywhere(monkeypatch):
     """A relative path was kept as it was typed: from another folder the same words named another model."""
     monkeypatch.chdir(ROOT / "assets")
-    assert real.base_of("quickstart-base") == str(ROOT / "assets" / "quickstart-base")
-    assert real.base_of("smollm2") == "smollm2"
+    assert course.base_of("quickstart-base") == str(ROOT / "assets" / "quickstart-base")
+    assert course.base_of("smollm2") == "smollm2"
 
 
 def test_a_run_that_a_benchmark_begins_with(tmp_path):
     with pytest.raises(UserError, match=rf"^--real {tmp_path}: no real\.json in it; name a folder of `python -m perl"):
         real.read_run(tmp_path, "sft", "--real")
-    real.open_folder(tmp_path, settings(seed=2))
+    course.open_folder(tmp_path, settings(seed=2))
     with pytest.raises(UserError, match=r"no sft/adapter in it; run `python -m perl real` to the end of sft"):
         real.read_run(tmp_path, "sft", "--real")
     (tmp_path / "sft" / "adapter").mkdir(parents=True)
@@ -343,7 +342,7 @@ def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
     first.terminate()
     assert first.communicate(timeout=600)[1].splitlines()[-1] == "stopped: the same command goes on from here"
     assert first.returncode == 128 + signal.SIGTERM
-    assert [row["finished"] for row in real.read_stages(folder)] == [True, False]
+    assert [row["finished"] for row in course.read_stages(folder)] == [True, False]
     second = start()
     output, errors = second.communicate(timeout=1500)
     assert second.returncode == 0, output + errors
@@ -356,7 +355,7 @@ def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
     for name, place in (("base", "base"), ("sft", "after_sft"), ("grpo", "after_grpo")):
         summary = json.loads((folder / place / "sampled" / "test" / "summary.json").read_text())
         assert (summary["n"], summary["problems"]) == (8, 8)
-        assert summary["generation"]["dp_size"] == min(len(os.sched_getaffinity(0)), real.MOST_PROCESSES)
+        assert summary["generation"]["dp_size"] == min(len(os.sched_getaffinity(0)), course.MOST_PROCESSES)
         assert result[name]["avg@8"] == round(summary["metrics"]["accuracy"]["value"], 4)
         hashes.add(summary["adapter_hash"])
     assert len(hashes) == 3
@@ -364,7 +363,7 @@ def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
     assert json.loads((folder / "grpo" / "adapter" / "adapter_config.json").read_text())["r"] == 16
     for stage in ("sft", "grpo"):
         variables = json.loads((folder / stage / "environment.json").read_text())["variables"]
-        assert real.device.START_VARIABLES["cpu"].items() <= variables.items()
+        assert course.device.START_VARIABLES["cpu"].items() <= variables.items()
     assert lines[-2] == f"report: {folder / 'report.html'}"
     third = start()
     assert third.communicate(timeout=300)[0].count("finished before") == 5

@@ -17,7 +17,7 @@ from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
 from perl.models.folders import load_tokenizer
 from perl.prompts import ChatTemplate
-from perl.tools import arithmetic, real, retool
+from perl.tools import arithmetic, course, retool
 from perl.tools.arithmetic import Problem
 from perl.tools.fetch import MODELS
 from tests.environments.calling import CALLS
@@ -148,10 +148,10 @@ def test_what_the_arms_differ_in():
 
 
 def test_another_arm_needs_another_folder(tmp_path):
-    real.open_folder(tmp_path, settings())
-    assert real.is_of_this_run(tmp_path, settings())
+    course.open_folder(tmp_path, settings())
+    assert course.is_of_this_run(tmp_path, settings())
     with pytest.raises(UserError, match="holds a run with arm tool, not text"):
-        real.is_of_this_run(tmp_path, settings(arm="text"))
+        course.is_of_this_run(tmp_path, settings(arm="text"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_all_stages(arm, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result.keys() == {"base", "sft", "grpo", "wall_s", "seed", "arm"}
-    for stage in retool.STAGES:
+    for stage in ("base", "sft", "grpo"):
         summary = json.loads((tmp_path / "run" / f"after_{stage}" / "sampled" / "test" / "summary.json").read_text())
         assert (summary["n"], summary["problems"]) == (8, 3)
         assert result[stage]["avg@8"] == round(summary["metrics"]["accuracy"]["value"], 4)

@@ -206,7 +206,7 @@ def test_vllm_on_a_cpu_takes_adapters_alone(folder):
     config = parse([*flags(folder, "x"), "--config.rollout.engine", "vllm"]).build()
     config.training.vllm_mode = "colocate"
     with pytest.raises(UserError, match=r"takes the adapter alone, but all weights are trained .*rollout.engine fast"):
-        check_engine(config)
+        check_engine(config, "")
 
 
 def test_vllm_is_sent_every_weight():

@@ -21,7 +21,6 @@ class Chip:
     chip: int
     name: str
     health: str
-    bus_id: str
     memory_used_mb: int
     memory_total_mb: int
 
@@ -72,9 +71,7 @@ def parse_info(text: str) -> Table:
             memory = re.findall(r"(\d+)\s*/\s*(\d+)", cells[2])
             if match and memory:
                 used, total = memory[-1]
-                chips.append(
-                    Chip(len(chips), card[0], int(match[1]), card[1], card[2], cells[1], int(used), int(total))
-                )
+                chips.append(Chip(len(chips), card[0], int(match[1]), card[1], card[2], int(used), int(total)))
             card = None
     return Table(version[1] if version else "", tuple(chips), tuple(holders))
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from perl import device
-from perl.adapters.applied import STRATEGIES, check_base, check_method
+from perl.adapters.checks import STRATEGIES, check_base, check_method
 from perl.base.errors import UserError, lookup
 from perl.config.files import look_for
 from perl.config.load import GRPO, Config, parse_for

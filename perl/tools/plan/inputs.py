@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from perl.adapters import ADAPTERS
-from perl.adapters.applied import check_stored
+from perl.adapters.checks import check_stored
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path

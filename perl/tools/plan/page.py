@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from perl.adapters.applied import STRATEGIES
+from perl.adapters.checks import STRATEGIES
 from perl.device import OWN_QUANTIZES, VLLM_QUANTIZES
 from perl.engines.quantised import by_size
 from perl.tools.plan.devices import SIZES

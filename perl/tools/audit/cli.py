@@ -1,4 +1,4 @@
-"""python -m perl audit: does a reward pay for what it should not?"""
+"""The command: which rows and which reward, and the table of what was found."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from rich.table import Table
 from perl.base.errors import UserError, lookup
 from perl.grading import Grader
 from perl.records import Problem
-from perl.rewards.apart import told_apart
-from perl.rewards.audit import ANSWER, PROBES, Audit, Row, Share, audit, make_rows, unfinished
 from perl.rewards.files import FLAG, RewardFunction, is_file
 from perl.rewards.functions import REWARDS, RewardContext, build_rewards, check_tasks
 from perl.tasks import TASKS, load_problems, problem_of_row
 from perl.tasks.reasoning_gym import TASK as GENERATED
 from perl.tasks.reasoning_gym import generated_rows, is_generated
 from perl.tools import sums
+from perl.tools.audit.apart import told_apart
+from perl.tools.audit.probes import PROBES
+from perl.tools.audit.rows import ANSWER, Row, make_rows
+from perl.tools.audit.verdict import Audit, Share, audit, unfinished
 
 EXIT_FAULTY = 1
 MOST_S = 86_400
