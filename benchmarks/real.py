@@ -36,8 +36,8 @@ PAGES = {"README.md": ENGLISH, "README_zh.md": CHINESE, "docs/real.md": ENGLISH}
 """Page -> heads of its table."""
 
 
-def row_of(folder: Path) -> dict[str, Any]:
-    """A finished run's line for the list of results."""
+def row_of(folder: Path, program: str = "real") -> dict[str, Any]:
+    """The line for a list of results of a finished run of `python -m perl PROGRAM`: real, or retool."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     settings = json.loads((folder / course.SETTINGS).read_text(encoding="utf-8"))
     changes = {}
@@ -52,7 +52,7 @@ def row_of(folder: Path) -> dict[str, Any]:
         "grpo_over_sft": changes,
         "stages": {row["stage"]: row["seconds"] for row in course.read_stages(folder) if row["finished"]},
         "settings": settings,
-        "command": f"python -m perl real --output_dir {folder} --seed {settings['seed']}",
+        "command": f"python -m perl {program} --output_dir {folder} --seed {settings['seed']}",
         "versions": provenance["versions"],
         "git_commit": provenance["git_commit"],
     }

@@ -27,15 +27,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import real
 from benchmarks._learning import markdown
 from perl.base.errors import UserError, report_errors
-from perl.base.files import add_row, read_json, read_rows
+from perl.base.files import add_row, read_rows
 from perl.models.folders import load_tokenizer
 from perl.scoring.statistics import seeds_reach
-from perl.tools import course, retool
+from perl.tools import retool
 from perl.tools.stages import ROOT, StageError
 
-STAGES = ("base", "sft", "grpo")
 RESULTS = ROOT / "docs" / "results" / "retool.jsonl"
 ARMS, SEEDS = ("tool", "text"), (1, 2, 3)
 SFT_ROWS, GRPO_ROWS, HELD_OUT, STEPS = 48, 160, 200, 60
@@ -58,17 +58,9 @@ def run(words: Sequence[str]) -> None:
 
 def row_of(folder: Path, tokens: int) -> dict[str, Any]:
     """A finished run's line for the list of results; `tokens` of the rows that SFT had."""
-    started = read_json(folder / "grpo" / "environment.json")
-    return {
-        **read_json(folder / "result.json"),
-        "stages": {row["stage"]: row["seconds"] for row in course.read_stages(folder) if row["finished"]},
-        "steps": len(step_times(folder)),
-        "step_s": round(statistics.median(step_times(folder)), 2),
-        "sft_tokens": tokens,
-        "settings": read_json(folder / course.SETTINGS),
-        "versions": started["versions"],
-        "git_commit": started["git_commit"],
-    }
+    times = step_times(folder)
+    measured = {"steps": len(times), "step_s": round(statistics.median(times), 2), "sft_tokens": tokens}
+    return real.row_of(folder, "retool") | measured
 
 
 def step_times(folder: Path) -> list[float]:
@@ -141,7 +133,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = ("arm", "seed", "avg@8: base", "SFT", "GRPO", "greedy: base", "SFT", "GRPO", "GRPO steps", "minutes")
     lines = []
     for row in sorted(rows, key=lambda row: (row["arm"], row["seed"])):
-        scores = [f"{100 * row[stage][metric]:.1f}" for metric in ("avg@8", "greedy") for stage in STAGES]
+        scores = [f"{100 * row[stage][metric]:.1f}" for metric in ("avg@8", "greedy") for stage in real.STAGES]
         lines.append([row["arm"], str(row["seed"]), *scores, str(row["steps"]), f"{row['wall_s'] / 60:.0f}"])
     return "\n\n".join([markdown(heads, lines), *comparisons(rows)])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from benchmarks.retool import row_of
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.environments.conversation import open_conversations
@@ -197,6 +198,10 @@ def test_all_stages(arm, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "run" / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "loss" in row] == [1, 2]
     assert ("tools/call_frequency" in logged[0]) == (arm == "tool")
+    line = row_of(tmp_path / "run", tokens=7)
+    assert {name: line[name] for name in result} == result
+    assert (line["steps"], line["sft_tokens"], line["settings"]["arm"]) == (2, 7, arm)
+    assert line["step_s"] == pytest.approx(sum(row.get("step_time", 0.0) for row in logged) / 2, abs=0.01)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert again.stdout.count("finished before") == 5
     assert json.loads(again.stdout.splitlines()[-1]) == result
