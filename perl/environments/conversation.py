@@ -12,6 +12,7 @@ that come within GRACE_S are waited for, so that the turns of a group are prefil
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 import json
@@ -27,7 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perl import device
 from perl.base.errors import RankError, UserError
+from perl.base.lock import HeldLock
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
@@ -45,6 +48,9 @@ LONGEST = 500
 """Characters of an environment's error that are told."""
 MOST_THREADS = 512
 """Of calls, in a process: most of them were left behind, as these can't be ended."""
+LOCK_S = 5.0
+"""How much longer than a call may take one may hold the interpreter's lock before the process ends: while it is held,
+nobody can leave the call."""
 LOOK_S = 0.05
 """So often further rows are asked for while nothing but environments is at work."""
 
@@ -56,13 +62,15 @@ class Job:
     row: Trajectory
     call: Callable[[], Any]
     then: Callable[[Any], None]
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of the thread that has made this, in which the call would be without one of its own."""
     began: float = 0.0
     result: Any = None
     error: BaseException | None = None
 
 
 class Jobs:
-    """Calls under way.
+    """Calls under way, on the device of the thread that makes this.
 
     Args:
         seconds: that each may take.
@@ -76,6 +84,8 @@ class Jobs:
         self.through: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.newest = 0.0
         """When the last one began."""
+        self.held = HeldLock(seconds + LOCK_S)
+        self.device = device.current()
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -102,6 +112,8 @@ class Jobs:
     def _leave(self, job: Job) -> Job:
         del self.running[id(job)]
         self._start()
+        if not self.running:
+            self.held.end()
         return job
 
     def _start(self) -> None:
@@ -112,6 +124,7 @@ class Jobs:
             try:
                 if sum(each.name == THREADS for each in threading.enumerate()) >= MOST_THREADS:
                     raise RuntimeError(f"{MOST_THREADS} calls of tools and environments hang; no further one is begun")
+                self.held.begin()
                 threading.Thread(target=self._run, args=(job,), name=THREADS, daemon=True).start()
             except RuntimeError as error:  # also where the system gives no further thread
                 job.error = error
@@ -119,7 +132,8 @@ class Jobs:
 
     def _run(self, job: Job) -> None:
         try:
-            job.result = job.call()
+            device.use(self.device)
+            job.result = job.context.run(job.call)
         except BaseException as error:  # noqa: BLE001  # asyncio's CancelledError, Rust's panics: this thread's alone
             job.error = error
         self.through.put(job)

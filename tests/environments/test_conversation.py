@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import defaultdict
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,57 @@ def test_a_process_ends_though_threads_of_a_tool_go_on(last, code, said):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (code, "[True, True] end")
     assert said in done.stderr
+
+
+def test_a_tool_that_holds_the_interpreters_lock_ends_the_process_with_its_stack():
+    """No thread could leave it: each needs the lock. One that has answered in time ends nothing."""
+    program = """if True:
+        import re, sys, time
+        from tests.environments.test_conversation import asked, saying, talk
+
+        def grep(word: str) -> str:
+            '''Grep.
+
+            Args:
+                word: In it.
+            '''
+            return str(re.match("(a+)+$", word))
+
+        talk(saying(asked("grep"), "so"), grep, tool_timeout_s=0.5)
+        time.sleep(7)
+        sys.stdout.write("in time")
+        sys.stdout.flush()
+        talk(saying(asked("grep").replace('"a"', '"%sb"' % ("a" * 99)), "so"), grep, tool_timeout_s=0.5)
+    """
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "in time")
+    assert done.stderr.startswith("Timeout (0:00:0")
+    assert "in grep\n" in done.stderr
+
+
+def test_a_call_has_the_context_of_whoever_talks():
+    """As TRL's calls, which are in its own thread: decimal's precision stands in a context variable."""
+
+    def third(word: str) -> str:
+        """Third.
+
+        Args:
+            word: None.
+        """
+        return str(Decimal(1) / Decimal(3))
+
+    async def awaited(word: str) -> str:
+        """Awaited.
+
+        Args:
+            word: None.
+        """
+        return third(word)
+
+    with localcontext(prec=5):
+        (row,) = talk(saying(asked("third") + asked("awaited"), "so"), third, awaited)
+    assert [content for role, content in shown(row) if role == "tool"] == ["0.33333", "0.33333"]
 
 
 def test_no_further_call_is_begun_where_very_many_hang(monkeypatch):
