@@ -260,7 +260,9 @@ class _Talk:
         if completion.finish_reason == "length":
             self._end(row)
         else:
-            self._call(row, lambda: row.environment.step(message), lambda shown: self._observed(row, shown))
+            # ToolUse knows a turn by its identity, and copies what it gives to tools.
+            asked = message if isinstance(row.environment, ToolUse) else copy.deepcopy(message)
+            self._call(row, lambda: row.environment.step(asked), lambda shown: self._observed(row, shown))
 
     def take_ended(self) -> Iterator[Trajectory]:
         while self.ended:

@@ -10,6 +10,7 @@ One of TRL's classes is constructed as often as conversations go on at once, and
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -274,7 +275,7 @@ class ToolUse:
             raise ValueError(call["error"])
         if name not in self.tools:
             raise ValueError(f"Tool {name} not found.")
-        return self.tools[name](**arguments)
+        return self.tools[name](**copy.deepcopy(arguments))  # rewards, and samples.jsonl, have them as they were drawn
 
 
 def _result(call: Call, future: Future[Any]) -> Result:

@@ -656,6 +656,38 @@ def test_a_reset_may_change_its_row():
     assert " extra Guess from" in TOKENIZER.decode(rows[0].prompt_ids)
 
 
+def test_a_tool_may_change_its_arguments():
+    """Rewards, samples.jsonl and checkpoints have them as they were drawn."""
+
+    def order(items: list[dict]) -> int:
+        """Order.
+
+        Args:
+            items: Them.
+        """
+        items[0]["price"] = Decimal("1.5")
+        items.append({})
+        return len(items)
+
+    call = '<tool_call>{"name": "order", "arguments": {"items": [{"id": 1}]}}</tool_call>'
+    (row,) = talk(saying(call, "so"), order)
+    assert shown(row)[1] == ("tool", "2")
+    assert row.completion[0]["tool_calls"][0]["function"]["arguments"] == {"items": [{"id": 1}]}
+
+
+def test_a_step_may_change_its_message():
+    class Own:
+        def reset(self, row):
+            return row["prompt"]
+
+        def step(self, message):
+            message["content"], message["seen"] = "", {1}
+
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Own, role="user"))
+    (row,) = conversations.run(rows_of(conversations, 1), saying("5"), prompts())
+    assert row.completion == [{"role": "assistant", "content": "5"}]
+
+
 def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
     never = threading.Event()
 
