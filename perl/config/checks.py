@@ -246,11 +246,6 @@ def check_critic(values: Namespace) -> None:
 def check_environment(values: Namespace) -> None:
     """What conversations of several turns can't be had with."""
     environment, rollout, data = values.environment, values.rollout, values.dataset
-    if environment.tool_call_parser == "python_fence" and "python" not in environment.tools:
-        raise UserError(
-            "--config.environment.tool_call_parser python_fence: blocks of code are calls of the tool python; write"
-            " --config.environment.tools '[\"python\"]', or leave it out"
-        )
     if not environment.tools and environment.factory is None:
         return
     flag = "--config.environment.tools" if environment.tools else "--config.environment.factory"

@@ -159,11 +159,6 @@ def check(config: EvalConfig) -> None:
 
 def check_environment(environment: EnvironmentConfig) -> None:
     """Raise a UserError for a setting without what it is of."""
-    if environment.tool_call_parser == "python_fence" and "python" not in environment.tools:
-        raise UserError(
-            "--environment.tool_call_parser python_fence: blocks of code are calls of the tool python; write"
-            " --environment.tools '[\"python\"]', or leave it out"
-        )
     unset = EnvironmentConfig()
     if not environment.used and environment != unset:
         name = next(f.name for f in fields(unset) if getattr(environment, f.name) != getattr(unset, f.name))

@@ -143,14 +143,12 @@ class Jobs:
 class Conversations:
     """
     Attributes:
-        instances: environments that are free.
         on_turn: called in `run` when a turn has been drawn, or an environment has answered.
     """
 
     source: EnvironmentSource
     template: ChatTemplate
     config: EnvironmentConfig
-    instances: list[Any] = field(default_factory=list)
     on_turn: Callable[[], None] = lambda: None
 
     def run(
@@ -198,7 +196,7 @@ class Conversations:
         at work."""
         for row in rows:
             if row.failure is None and row.environment is not None:
-                self.instances.append(row.environment)
+                self.source.instances.append(row.environment)
             row.environment = None
 
 
@@ -329,7 +327,7 @@ class _Talk:
     def _begin(self, row: Trajectory) -> None:
         """On an environment that is free. One that is made, too late for its row perhaps, is free for the next."""
         row.completion = []
-        free, make = self.parts.instances, self.parts.source.make
+        free, make = self.parts.source.instances, self.parts.source.make
         if not free:
             self._call(row, lambda: free.append(make()), lambda _: self._begin(row))
             return

@@ -706,7 +706,7 @@ def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
     list(conversations.run(rows, saying(guess(7), "7"), prompts()))
     assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
     conversations.free(rows)
-    assert conversations.instances == []
+    assert conversations.source.instances == []
     never.set()
 
 
@@ -728,7 +728,7 @@ def test_an_environment_that_is_made_too_late_is_free_for_the_next_row():
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
     assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
-    assert (rows[0].environment, len(conversations.instances)) == (None, 1)
+    assert (rows[0].environment, len(conversations.source.instances)) == (None, 1)
     conversations.config = replace(conversations.config, tool_timeout_s=60.0)
     (again,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
     assert (again.failure, again.environment.instance.made) == (None, 1)
@@ -1140,4 +1140,4 @@ def test_the_environments_that_are_free_are_those_that_were_here():
     """Rows that a worker has talked have none."""
     conversations = talking(TOKENIZER, add)
     conversations.free(rows_of(conversations, 3))
-    assert conversations.instances == []
+    assert conversations.source.instances == []
