@@ -17,12 +17,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from perl.base.errors import RankError, UserError, lookup
-from perl.base.paths import user_path
-from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
 from perl.environments.calls import PARSER_FLAG, Call
@@ -176,15 +174,6 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
         resources=resources,
         instances=[ToolUse(functions, first)],
     )
-
-
-def identity_of(config: EnvironmentConfig) -> dict[str, Any] | None:
-    """What conversations depend on: the settings, and a hash of the user's files; None where nothing answers."""
-    if not config.used:
-        return None
-    named = [*config.tools, *([config.factory] if config.factory else [])]
-    files = [user_path(name.rpartition(":")[0]) for name in named if is_file(name)]
-    return asdict(config) | {"files_hash": text_hash([file.read_bytes() for file in files])}
 
 
 class ToolUse:
