@@ -10,7 +10,6 @@ length) can't tell them apart and is said to be of form alone: it is no fault un
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import inspect
@@ -36,7 +35,7 @@ from perl.grading import RULES
 from perl.grading.stated import equal_as_written
 from perl.prompts import PromptStyle, build_messages
 from perl.records import Problem, Trajectory
-from perl.rewards.files import RAISED, ROW, RewardFunction, row_of
+from perl.rewards.files import RAISED, ROW, RewardFunction, in_verls_form, row_of
 from perl.rewards.score import Rewards
 from perl.scoring.statistics import Estimate, clustered_bootstrap
 from perl.tasks import TASKS
@@ -357,7 +356,7 @@ class _Payer:
 
     def __post_init__(self) -> None:
         own = inspect.unwrap(self.function)
-        self.in_verls_form = _has_to_take_gold(own)
+        self.in_verls_form = in_verls_form(own)
         self.reads_gold = self.in_verls_form and _loads_gold(own)
 
     def pay(self, rows: Sequence[Row], cases: Sequence[Case]) -> list[float]:
@@ -436,13 +435,6 @@ class _Noted(list):
     def __getitem__(self, place: Any) -> Any:
         self.note()
         return super().__getitem__(place)
-
-
-def _has_to_take_gold(function: Any) -> bool:
-    """Whether it is of verl's form, for which `row` is always read: its code says what it uses of that."""
-    with contextlib.suppress(TypeError, ValueError):
-        return not {"solution_str", "solution_strs"}.isdisjoint(inspect.signature(function).parameters)
-    return False
 
 
 def _loads_gold(function: Any) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import enum
+import functools
 import gc
 import json
 import math
@@ -23,6 +24,8 @@ from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.environments.waiting import Waiting
 from perl.grading import Grader
 from perl.records import Completion, Prompt, Sampling, Trajectory, row_seed
+from perl.rewards.deadline import RewardDeadline
+from perl.rewards.files import import_named, load_reward
 from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment, of_environments
 from perl.training.batch import Batch
@@ -198,7 +201,7 @@ def test_rewards_see_what_was_drawn():
         seen.update(completions=completions, completion_ids=completion_ids)
         return [1.0]
 
-    Rewards([reward], ["reward"], torch.ones(1), environments=True).score([row], None)
+    Rewards([reward], ["reward"], torch.ones(1), decode=TOKENIZER.decode).score([row], None)
     assert seen["completion_ids"] == [row.sampled_ids]
     assert len(row.sampled_ids) < len(row.token_ids)
     assert seen["completions"] == [row.completion]
@@ -210,8 +213,28 @@ def test_the_overlong_punishment_counts_what_the_budget_counts():
     with Grader() as grader:
         context = RewardContext(grader=grader, max_completion_length=len(row.token_ids) + 50, overlong_cache_length=100)
         (overlong,) = build_rewards(["overlong"], context)
-    Rewards([overlong], ["overlong"], torch.ones(1), environments=True).score([row], None)
+    Rewards([overlong], ["overlong"], torch.ones(1), decode=TOKENIZER.decode).score([row], None)
     assert row.rewards == [-0.5]
+
+
+@pytest.mark.parametrize("many", ["", "s"])
+def test_a_reward_in_verls_form_has_the_whole_response(many, tmp_path):
+    """verl decodes all behind the prompt, and counts the prompt, two turns of the policy and an observation."""
+    (tmp_path / "reward.py").write_text(
+        f"def compute_score(solution_str{many}, extra_info{many}):\n"
+        f"    seen.append((solution_str{many}, extra_info{many}))\n    return {'[0.5]' if many else 0.5}\nseen = []\n"
+    )
+    name = f"{tmp_path}/reward.py:compute_score"
+    facts = {"where": "a.jsonl:1", "data_source": "d", "ground_truth": "5", "extra_info": {"index": 7}}
+    conversations = talking(TOKENIZER, add)
+    (row,) = conversations.run(rows_of(conversations, 1, row=json.dumps(facts)), saying(CALL, "5"), prompts())
+    (function,) = RewardDeadline(60, "").over([name], [load_reward(name, {})])
+    decode = functools.partial(TOKENIZER.decode, skip_special_tokens=True)
+    Rewards([function], ["compute_score"], torch.ones(1), decode=decode).score([row], None)
+    response = f"{CALL}\nuser\n<tool_response>\n5\n</tool_response>\nassistant\n5"
+    info = {"index": 7, "num_turns": 4}
+    assert import_named(name).__globals__["seen"] == [([response], [info]) if many else (response, info)]
+    assert row.rewards == [0.5]
 
 
 def test_each_turn_has_a_seed_of_its_own():
@@ -589,7 +612,7 @@ def test_an_environment_of_trls_form():
         asked.append([each.tries for each in environments])
         return [float(len(completion)) for completion in completions]
 
-    Rewards([user, environment], ["user", "environment"], torch.ones(2), environments=True).score(rows, None)
+    Rewards([user, environment], ["user", "environment"], torch.ones(2), decode=TOKENIZER.decode).score(rows, None)
     assert asked == [[[3, 7], [99]]]
     assert [row.rewards for row in rows] == [[5.0, 1.0], [3.0, 0.0]]
     conversations.free(rows)
@@ -627,7 +650,7 @@ def test_what_an_environment_raises_is_the_failure_of_its_trajectory():
     ]
     assert "test_conversation.py:" in (rows[1].failure or "")
     functions = [lambda completions, **_: [2.0] * len(completions), environment]
-    Rewards(functions, ["two", "e"], torch.ones(2), environments=True).score(rows, None)
+    Rewards(functions, ["two", "e"], torch.ones(2), decode=TOKENIZER.decode).score(rows, None)
     assert [str(row.rewards) for row in rows] == ["[2.0, 1.0]", *["[nan, nan]"] * 3, "[2.0, nan]"]
     metrics: dict[str, list[float]] = defaultdict(list)
     conversations.measure(rows, metrics)
@@ -903,7 +926,7 @@ def test_a_reward_that_is_not_finite_is_as_one_of_a_function(given):
 
     conversations = talking(TOKENIZER, source=guesses(Gives))
     (row,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"), prompts())
-    rewards = Rewards([environment], ["environment"], torch.ones(1), environments=True)
+    rewards = Rewards([environment], ["environment"], torch.ones(1), decode=TOKENIZER.decode)
     rewards.score([row], None)
     assert (row.environment_reward, row.rewards, len(rewards.infinite([row]))) == (math.inf, [math.inf], 1)
 
