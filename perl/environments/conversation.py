@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.005
 """What answers sooner costs others no more than a step of the engine."""
+AHEAD = 2
+"""Conversations for each row of the engine: it is full though half of them wait for their environments."""
 LONGEST = 500
 """Characters of an environment's error that are told."""
 MOST_THREADS = 512
@@ -157,6 +159,7 @@ class Conversations:
         engine: Engine,
         prompt: Callable[[Trajectory], Prompt],
         in_step: bool = False,
+        frees: bool = False,
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
 
@@ -166,10 +169,12 @@ class Conversations:
             prompt: what is to be drawn next of a row, of no token where none has room.
             in_step: nobody's next turn begins before all have been answered, in the order of the rows, so that what is
                 drawn together does not depend on how long answers take. The rows are all there.
+            frees: an environment is free when its conversation has ended, and AHEAD times what the engine draws at once
+                are under way at most.
         """
-        talk = _Talk(self, iter(rows), prompt, in_step)
+        talk = _Talk(self, iter(rows), prompt, in_step, frees)
         while True:
-            for place, completion in engine.stream(talk.feed()):
+            for place, completion in engine.stream(talk.feed(engine)):
                 talk.drawn(place, completion)
                 yield from talk.take_ended()
             yield from talk.take_ended()
@@ -209,10 +214,15 @@ class _Talk:
         rows: Iterator[Trajectory | None],
         prompt: Callable[[Trajectory], Prompt],
         in_step: bool,
+        frees: bool,
     ):
-        self.parts, self.rows, self.prompt, self.in_step = parts, rows, prompt, in_step
+        self.parts, self.rows, self.prompt, self.in_step, self.frees = parts, rows, prompt, in_step, frees
         self.more = True
         """Further rows may come."""
+        self.under_way = 0
+        """Conversations."""
+        self.held_back = False
+        """Rows were not asked for, as so many conversations are under way."""
         self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
         self.ready: dict[Sampling, deque[tuple[Trajectory, Prompt]]] = {}
         """What the engine may be given, by the distribution that it is drawn from; `current` is under way."""
@@ -231,20 +241,20 @@ class _Talk:
     def goes_on(self) -> bool:
         return bool(self.more or self.jobs or self.ready or self.turn or self.given)
 
-    def feed(self) -> Iterator[Prompt | None]:
+    def feed(self, engine: Engine) -> Iterator[Prompt | None]:
         """Of one stream. It ends before `goes_on` does where nothing is drawn, and rows have ended that whoever sends
         further ones waits for."""
         self.places, self.given, self.latest = itertools.count(), {}, {}
-        self._take_rows()
+        self._take_rows(engine)
         while self.goes_on:
             self._take_answers()
             if prompt := self._next():
                 yield prompt
             elif self.given:
                 yield None
-            elif self.more and self.ended:
+            elif self.more and self.ended and not self.held_back:
                 return
-            self._take_rows()
+            self._take_rows(engine)
 
     def drawn(self, place: int, completion: Completion) -> None:
         self.parts.on_turn()
@@ -268,12 +278,16 @@ class _Talk:
 
     # Between the engine and the environments
 
-    def _take_rows(self) -> None:
-        """All that have come."""
-        while self.more and (row := next(self.rows, self)) is not None:
+    def _take_rows(self, engine: Engine) -> None:
+        """All that have come, and may begin."""
+        while self.more:
+            self.held_back = self.frees and self.under_way >= AHEAD * engine.max_num_seqs
+            if self.held_back or (row := next(self.rows, self)) is None:
+                return
             if isinstance(row, _Talk):
                 self.more = False
             else:
+                self.under_way += 1
                 self._begin(row)
 
     def _next(self) -> Prompt | None:
@@ -405,6 +419,9 @@ class _Talk:
     def _over(self, row: Trajectory) -> None:
         self.latest.pop(id(row), None)
         row.outcomes = row.environment.outcomes if isinstance(row.environment, ToolUse) else []
+        if self.frees:
+            self.parts.free([row])
+        self.under_way -= 1
         self.ended.append(row)
 
     def _end(self, row: Trajectory) -> None:

@@ -64,11 +64,9 @@ def converse(
     def prompt(row: Trajectory) -> Prompt:
         return _next_turn(under_way[row.position], row, context)
 
-    for row in conversations.run(rows(), engine, prompt):
+    for row in conversations.run(rows(), engine, prompt, frees=True):
         del under_way[row.position]
-        made = _talked(row, conversations.template.text(row.row["prompt"]))
-        conversations.free([row])
-        yield row.position, made
+        yield row.position, _talked(row, conversations.template.text(row.row["prompt"]))
 
 
 def _next_turn(asked: Asked, row: Trajectory, context: int | None) -> Prompt:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from perl.environments.scored import Asked, converse
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.environments.waiting import Waiting
 from perl.grading import Grader
@@ -64,6 +65,53 @@ def talk(engine: Scripted, *tools, count: int = 1, budget: int = 10_000, context
 
 def shown(row) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in row.completion]
+
+
+@pytest.mark.parametrize("failing", [0, 20])
+def test_a_scored_conversation_begins_when_others_have_ended(failing):
+    """Of 60 two for each of the engine's 4 rows go on at once, on as many environments, in one stream: the processes
+    that a model is split over make as many. Also where the first ones all fail before a turn."""
+
+    class Environment:
+        made = 0
+
+        def __init__(self):
+            Environment.made += 1
+
+        def reset(self, row):
+            if row["number"] < failing:
+                raise ValueError("no")
+            return row["prompt"]
+
+        def step(self, message):
+            return None
+
+    class Counting(Scripted):
+        streams = 0
+
+        def stream(self, feed):
+            self.streams += 1
+            return super().stream(feed)
+
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Environment, role="user"))
+    question = [{"role": "user", "content": "What is 2 + 3?"}]
+    sampling = Sampling(max_new_tokens=50)
+    ids = tuple(conversations.template.prompt(question))
+    asked = [
+        Asked(
+            prompt=Prompt(token_ids=ids, seed=0, sampling=sampling),
+            key=str(number),
+            sample=0,
+            row={"prompt": question, "number": number},
+        )
+        for number in range(60)
+    ]
+    engine = Counting(lambda prompt: text_completion(TOKENIZER, "5", END))
+    found = dict(converse(conversations, engine, asked, None))
+    assert [found[number].text for number in range(60)] == [""] * failing + ["5"] * (60 - failing)
+    assert engine.streams == 1
+    assert Environment.made <= 8 + failing
+    assert len(conversations.source.instances) == Environment.made - failing
 
 
 def test_a_call_its_result_and_the_answer():
