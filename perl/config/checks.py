@@ -9,7 +9,6 @@ from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of
 from perl.config.parser import MAPPING
 from perl.config.peft_fields import UNMERGED
-from perl.config.schema import check_tool_calls
 
 
 def check_values(values: Namespace) -> None:
@@ -245,7 +244,6 @@ def check_critic(values: Namespace) -> None:
 def check_environment(values: Namespace) -> None:
     """What conversations of several turns can't be had with."""
     environment, rollout, data = values.environment, values.rollout, values.dataset
-    check_tool_calls(environment, "--config.environment")
     if not environment.tools and environment.factory is None:
         return
     flag = "--config.environment.tools" if environment.tools else "--config.environment.factory"

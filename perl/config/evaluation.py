@@ -10,7 +10,7 @@ from typing import Any, Literal
 from perl.base.errors import UserError
 from perl.config.files import look_for
 from perl.config.parser import Parser, descriptions
-from perl.config.schema import EnvironmentConfig, check_tool_calls
+from perl.config.schema import EnvironmentConfig
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
 
@@ -160,7 +160,6 @@ def check(config: EvalConfig) -> None:
 
 def check_environment(environment: EnvironmentConfig) -> None:
     """Raise a UserError for a setting without what it is of."""
-    check_tool_calls(environment, "--environment")
     unset = EnvironmentConfig()
     if not environment.used and environment != unset:
         name = next(f.name for f in fields(unset) if getattr(environment, f.name) != getattr(unset, f.name))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from perl.base.errors import UserError
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
 
 
@@ -339,20 +338,6 @@ class EnvironmentConfig:
     @property
     def used(self) -> bool:
         return bool(self.tools or self.factory)
-
-
-def check_tool_calls(environment: Any, flag: str) -> None:
-    """Raise a UserError for calls that no tool takes.
-
-    Args:
-        environment: an EnvironmentConfig, or the Namespace that it is built of.
-        flag: before the name of a field, "--environment".
-    """
-    if environment.tool_call_parser == "python_fence" and "python" not in environment.tools:
-        raise UserError(
-            f"{flag}.tool_call_parser python_fence: blocks of code are calls of the tool python; write"
-            f" {flag}.tools '[\"python\"]', or leave it out"
-        )
 
 
 @dataclass

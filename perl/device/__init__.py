@@ -172,6 +172,19 @@ def torch_device() -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 
+def current() -> int | None:
+    """The accelerator that this thread computes on where nothing else is said; None on a CPU, and before the first use
+    of one."""
+    module = _accelerator()
+    return module.current_device() if module is not None and module.is_initialized() else None
+
+
+def use(index: int | None) -> None:
+    """Have this thread, which began on the first accelerator, compute on the one that was `current` in another."""
+    if index is not None and (module := _accelerator()) is not None:
+        module.set_device(index)
+
+
 def default_dtype() -> torch.dtype:
     """bfloat16 where the device computes in it, float32 on a CPU and on GPUs before Ampere."""
     import torch

@@ -119,16 +119,16 @@ class Scheduler:
 
     def poll(self, source: Iterator[Sequence | None]) -> bool:
         """Read the sequences that there are now, up to the next None or the end; whether any wait."""
-        groups = {group.token_ids: group for group in self.groups}
-        before = self.waiting
+        groups: dict[tuple[int, ...], PromptGroup] = {}
         for sequence in iter(lambda: next(source, None), None):
+            groups = groups or {group.token_ids: group for group in self.groups}  # where one has come: it is hashed
             sequence.index, self.read = self.read, self.read + 1
             group = groups.setdefault(sequence.prompt_ids, PromptGroup(sequence.prompt_ids))
             group.add(sequence)
             if sequence.follows in self.kept and group.start is None and group.logits is None:
                 group.start = self.kept.pop(sequence.follows)
             self.waiting += 1
-        if self.waiting > before:  # those that may become longest first: neighbours need little padding
+        if groups:  # those that may become longest first: neighbours need little padding
             self.groups = deque(sorted(groups.values(), key=lambda group: -group.max_len))
         return self.waiting > 0
 

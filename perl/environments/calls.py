@@ -16,6 +16,7 @@ Call = dict[str, Any]
 Parser = Callable[[str], tuple[str, list[Call]]]
 """From the text of a turn, special tokens included, to what is left of it without its calls, and these."""
 
+PARSER_FLAG = "--config.environment.tool_call_parser"
 PYTHON_TAG = "<|python_tag|>"
 DEEPEST = 64
 """Brackets of a call in each other: pickle and json take hundreds."""

@@ -12,6 +12,7 @@ that come within GRACE_S are waited for, so that the turns of a group are prefil
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 import json
@@ -27,7 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perl import device
 from perl.base.errors import RankError, UserError
+from perl.base.lock import HeldLock
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ConversationTemplate
@@ -42,10 +45,15 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.005
 """What answers sooner costs others no more than a step of the engine."""
+AHEAD = 2
+"""Conversations for each row of the engine: it is full though half of them wait for their environments."""
 LONGEST = 500
 """Characters of an environment's error that are told."""
 MOST_THREADS = 512
 """Of calls, in a process: most of them were left behind, as these can't be ended."""
+LOCK_S = 5.0
+"""How much longer than a call may take one may hold the interpreter's lock before the process ends: while it is held,
+nobody can leave the call."""
 LOOK_S = 0.05
 """So often further rows are asked for while nothing but environments is at work."""
 
@@ -57,13 +65,15 @@ class Job:
     row: Trajectory
     call: Callable[[], Any]
     then: Callable[[Any], None]
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of the thread that has made this, in which the call would be without one of its own."""
     began: float = 0.0
     result: Any = None
     error: BaseException | None = None
 
 
 class Jobs:
-    """Calls under way.
+    """Calls under way, on the device of the thread that makes this.
 
     Args:
         seconds: that each may take.
@@ -77,6 +87,8 @@ class Jobs:
         self.through: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.newest = 0.0
         """When the last one began."""
+        self.held = HeldLock(seconds + LOCK_S)
+        self.device = device.current()
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -103,6 +115,8 @@ class Jobs:
     def _leave(self, job: Job) -> Job:
         del self.running[id(job)]
         self._start()
+        if not self.running:
+            self.held.end()
         return job
 
     def _start(self) -> None:
@@ -113,6 +127,7 @@ class Jobs:
             try:
                 if sum(each.name == THREADS for each in threading.enumerate()) >= MOST_THREADS:
                     raise RuntimeError(f"{MOST_THREADS} calls of tools and environments hang; no further one is begun")
+                self.held.begin()
                 threading.Thread(target=self._run, args=(job,), name=THREADS, daemon=True).start()
             except RuntimeError as error:  # also where the system gives no further thread
                 job.error = error
@@ -120,7 +135,8 @@ class Jobs:
 
     def _run(self, job: Job) -> None:
         try:
-            job.result = job.call()
+            device.use(self.device)
+            job.result = job.context.run(job.call)
         except BaseException as error:  # noqa: BLE001  # asyncio's CancelledError, Rust's panics: this thread's alone
             job.error = error
         self.through.put(job)
@@ -130,14 +146,12 @@ class Jobs:
 class Conversations:
     """
     Attributes:
-        instances: environments that are free.
         on_turn: called in `run` when a turn has been drawn, or an environment has answered.
     """
 
     source: EnvironmentSource
     template: ConversationTemplate
     config: EnvironmentConfig
-    instances: list[Any] = field(default_factory=list)
     on_turn: Callable[[], None] = lambda: None
 
     def run(
@@ -145,6 +159,7 @@ class Conversations:
         rows: Iterable[Trajectory | None],
         engine: Engine,
         in_step: bool = False,
+        frees: bool = False,
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
 
@@ -153,10 +168,12 @@ class Conversations:
                 those of a batch are, make one stream of the engine.
             in_step: nobody's next turn begins before all have been answered, in the order of the rows, so that what is
                 drawn together does not depend on how long answers take. The rows are all there.
+            frees: an environment is free when its conversation has ended, and AHEAD times what the engine draws at once
+                are under way at most.
         """
-        talk = _Talk(self, iter(rows), in_step)
+        talk = _Talk(self, iter(rows), in_step, frees)
         while True:
-            for place, completion in engine.stream(talk.feed()):
+            for place, completion in engine.stream(talk.feed(engine)):
                 talk.drawn(place, completion)
                 yield from talk.take_ended()
             yield from talk.take_ended()
@@ -183,17 +200,21 @@ class Conversations:
         at work."""
         for row in rows:
             if row.failure is None and row.environment is not None:
-                self.instances.append(row.environment)
+                self.source.instances.append(row.environment)
             row.environment = None
 
 
 class _Talk:
     """The conversations of one run."""
 
-    def __init__(self, parts: Conversations, rows: Iterator[Trajectory | None], in_step: bool):
-        self.parts, self.rows, self.in_step = parts, rows, in_step
+    def __init__(self, parts: Conversations, rows: Iterator[Trajectory | None], in_step: bool, frees: bool):
+        self.parts, self.rows, self.in_step, self.frees = parts, rows, in_step, frees
         self.more = True
         """Further rows may come."""
+        self.under_way = 0
+        """Conversations."""
+        self.held_back = False
+        """Rows were not asked for, as so many conversations are under way."""
         self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
         self.ready: dict[Sampling, deque[tuple[Trajectory, Prompt]]] = {}
         """What the engine may be given, by the distribution that it is drawn from; `current` is under way."""
@@ -212,20 +233,20 @@ class _Talk:
     def goes_on(self) -> bool:
         return bool(self.more or self.jobs or self.ready or self.turn or self.given)
 
-    def feed(self) -> Iterator[Prompt | None]:
+    def feed(self, engine: Engine) -> Iterator[Prompt | None]:
         """Of one stream. It ends before `goes_on` does where nothing is drawn, and rows have ended that whoever sends
         further ones waits for."""
         self.places, self.given, self.latest = itertools.count(), {}, {}
-        self._take_rows()
+        self._take_rows(engine)
         while self.goes_on:
             self._take_answers()
             if prompt := self._next():
                 yield prompt
             elif self.given:
                 yield None
-            elif self.more and self.ended:
+            elif self.more and self.ended and not self.held_back:
                 return
-            self._take_rows()
+            self._take_rows(engine)
 
     def drawn(self, place: int, completion: Completion) -> None:
         self.parts.on_turn()
@@ -239,7 +260,9 @@ class _Talk:
         if completion.finish_reason == "length":
             self._end(row)
         else:
-            self._call(row, lambda: row.environment.step(message), lambda shown: self._observed(row, shown))
+            # ToolUse knows a turn by its identity, and copies what it gives to tools.
+            asked = message if isinstance(row.environment, ToolUse) else copy.deepcopy(message)
+            self._call(row, lambda: row.environment.step(asked), lambda shown: self._observed(row, shown))
 
     def take_ended(self) -> Iterator[Trajectory]:
         while self.ended:
@@ -247,12 +270,16 @@ class _Talk:
 
     # Between the engine and the environments
 
-    def _take_rows(self) -> None:
-        """All that have come."""
-        while self.more and (row := next(self.rows, self)) is not None:
+    def _take_rows(self, engine: Engine) -> None:
+        """All that have come, and may begin."""
+        while self.more:
+            self.held_back = self.frees and self.under_way >= AHEAD * engine.max_num_seqs
+            if self.held_back or (row := next(self.rows, self)) is None:
+                return
             if isinstance(row, _Talk):
                 self.more = False
             else:
+                self.under_way += 1
                 self._begin(row)
 
     def _next(self) -> Prompt | None:
@@ -306,7 +333,7 @@ class _Talk:
     def _begin(self, row: Trajectory) -> None:
         """On an environment that is free. One that is made, too late for its row perhaps, is free for the next."""
         row.completion = []
-        free, make = self.parts.instances, self.parts.source.make
+        free, make = self.parts.source.instances, self.parts.source.make
         if not free:
             self._call(row, lambda: free.append(make()), lambda _: self._begin(row))
             return
@@ -384,6 +411,9 @@ class _Talk:
     def _over(self, row: Trajectory) -> None:
         self.latest.pop(id(row), None)
         row.outcomes = row.environment.outcomes if isinstance(row.environment, ToolUse) else []
+        if self.frees:
+            self.parts.free([row])
+        self.under_way -= 1
         self.ended.append(row)
 
     def _end(self, row: Trajectory) -> None:

@@ -112,12 +112,10 @@ class PythonTool:
         self.level: Level = "namespaces"
         self.isolation = ""
         """What was reached, in words."""
-        reason = self._try("namespaces")
-        if reason and required == "limits":
-            self.level = "limits"
-            if missing := self._try("limits"):
-                raise UserError(f"the Python tool can't be started: {missing}")
-        elif reason:
+        if (reason := self._try("namespaces")) and (missing := self._try("limits")):
+            raise UserError(f"the Python tool can't be started: {missing}")  # whatever is allowed
+        if reason and required == "namespaces":
+            self.close()
             raise UserError(
                 f"the Python tool can't be isolated by namespaces here: {reason}; allow them (in a container:"
                 " --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or require 'limits', where on older"
@@ -261,8 +259,9 @@ class PythonTool:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
-                # Sets print in the same order in each run; BLAS starts no threads.
-                env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                # Sets print in the same order in each run; BLAS starts no threads; Python may find its library there.
+                env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+                | ({"LD_LIBRARY_PATH": libraries} if (libraries := os.environ.get("LD_LIBRARY_PATH")) else {}),
                 start_new_session=True,
             )
         self._control = ours
@@ -274,8 +273,9 @@ class PythonTool:
         ours.settimeout(None)
         if answer == "ready":
             return None
+        server = self._server
         self._end()
-        return answer or "the server ended at once"
+        return answer or f"{sys.executable} ended at once, with exit code {server.returncode}"
 
     def _end(self) -> None:
         if self._control is not None:

@@ -50,10 +50,8 @@ def converse(
                 row.position = next(places)
             yield row
 
-    for row in conversations.run(rows(), engine):
-        made = _talked(row, conversations.template.text(row.row["prompt"]))
-        conversations.free([row])
-        yield row.position, made
+    for row in conversations.run(rows(), engine, frees=True):
+        yield row.position, _talked(row, conversations.template.text(row.row["prompt"]))
 
 
 def _talked(row: Trajectory, prompt_text: str) -> Talked:

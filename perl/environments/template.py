@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from perl.base.errors import UserError
-from perl.environments.calls import PARSERS, Parser, read_calls
+from perl.environments.calls import PARSER_FLAG, PARSERS, Parser, read_calls
 from perl.prompts import ChatTemplate, decode, encode
 from perl.records import Message
 
 log = logging.getLogger(__name__)
 
-PARSER_FLAG = "--config.environment.tool_call_parser"
 ASKED: Message = {"role": "user", "content": "question"}
 LETTERS = 64
 """Of a token, at most, so that a text of megabytes is not encoded to be cut."""
@@ -71,7 +70,8 @@ class ConversationTemplate(ChatTemplate):
         between: what stands behind it before the policy's next turn, where nothing is observed.
 
     Raises:
-        UserError: the template does not keep earlier turns, or nobody knows how its model writes calls.
+        UserError: the template does not keep earlier turns, nobody knows how its model writes calls, or they are to be
+            read in another form than they are asked for.
     """
 
     def __init__(
@@ -210,6 +210,11 @@ class ConversationTemplate(ChatTemplate):
             ) from error
 
     def _parser(self, asked: str) -> Parser:
+        if not self.lists_tools and asked not in ("auto", "hermes", "python_fence"):
+            raise UserError(
+                f"{PARSER_FLAG} {asked}: the chat template lists no tools, and the system prompt that does asks for"
+                " Hermes' form; write auto"
+            )
         if asked != "auto":
             return PARSERS[asked]
         if not self.lists_tools:

@@ -10,21 +10,20 @@ One of TRL's classes is constructed as often as conversations go on at once, and
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from perl.base.errors import RankError, UserError, lookup
-from perl.base.paths import user_path
-from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
-from perl.environments.calls import Call
+from perl.environments.calls import PARSER_FLAG, Call
 from perl.environments.waiting import Waiting
 from perl.grading.threads import bound_in_threads
 from perl.records import Message
@@ -94,6 +93,8 @@ class EnvironmentSource:
     needed: Sequence[str] = ()
     """Columns that reset can't do without."""
     resources: Sequence[contextlib.AbstractContextManager[Any]] = ()
+    instances: list[Any] = field(default_factory=list)
+    """Environments that are made, and free."""
 
     @property
     def at_once(self) -> int:
@@ -140,6 +141,11 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
         if function.__name__ in functions:
             raise UserError(f"{TOOLS_FLAG}: two tools are called {function.__name__}; give one another name")
         functions[function.__name__] = function
+    if config.tool_call_parser == "python_fence" and (config.factory is not None or [*functions] != ["python"]):
+        raise UserError(
+            f"{PARSER_FLAG} python_fence: blocks of code are calls of the tool python, and nothing else can be called;"
+            f" write {TOOLS_FLAG} '[\"python\"]' alone, or leave it out"
+        )
     schemas = [_schema(function, TOOLS_FLAG) for function in functions.values()]
     if config.factory is None:
         return EnvironmentSource(make=lambda: ToolUse(functions), schemas=schemas, resources=resources)
@@ -148,10 +154,10 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
     if _is_environment(first):
         if functions:
             raise UserError(f"{TOOLS_FLAG}: {config.factory} has a step of its own, which answers; leave tools out")
-        kept = [first]
-        return EnvironmentSource(
-            make=lambda: kept.pop() if kept else factory(), role="user", rewards=_has(first, "get_reward")
-        )
+        for name in ("reset", "step", "get_reward"):
+            if inspect.iscoroutinefunction(getattr(first, name, None)):
+                raise UserError(f"{FACTORY_FLAG}: {config.factory}: {name} is async; write a plain def")
+        return EnvironmentSource(make=factory, role="user", rewards=_has(first, "get_reward"), instances=[first])
     if not _has(first, "reset"):
         raise UserError(f"{FACTORY_FLAG}: {config.factory} has no reset; write def reset(self, **row): ...")
     methods = methods_of(first)
@@ -160,23 +166,14 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
     schemas += [_schema(method, f"{FACTORY_FLAG} {config.factory}") for method in methods.values()]
     if not schemas:
         raise UserError(f"{FACTORY_FLAG}: {config.factory} has no public method, which would be a tool")
-    instances = [first]
     return EnvironmentSource(
-        make=lambda: ToolUse(functions, instances.pop() if instances else factory()),
+        make=lambda: ToolUse(functions, factory()),
         schemas=schemas,
         rewards=_has(first, "get_reward"),
         needed=_needed(first.reset),
         resources=resources,
+        instances=[ToolUse(functions, first)],
     )
-
-
-def identity_of(config: EnvironmentConfig) -> dict[str, Any] | None:
-    """What conversations depend on: the settings, and a hash of the user's files; None where nothing answers."""
-    if not config.used:
-        return None
-    named = [*config.tools, *([config.factory] if config.factory else [])]
-    files = [user_path(name.rpartition(":")[0]) for name in named if is_file(name)]
-    return asdict(config) | {"files_hash": text_hash([file.read_bytes() for file in files])}
 
 
 class ToolUse:
@@ -274,7 +271,7 @@ class ToolUse:
             raise ValueError(call["error"])
         if name not in self.tools:
             raise ValueError(f"Tool {name} not found.")
-        return self.tools[name](**arguments)
+        return self.tools[name](**copy.deepcopy(arguments))  # rewards, and samples.jsonl, have them as they were drawn
 
 
 def _result(call: Call, future: Future[Any]) -> Result:

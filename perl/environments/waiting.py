@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from perl import device
+
 TURN_S = 1.0
 """A loop that does not turn for so long is held by a call that does not await."""
 
@@ -31,8 +33,13 @@ def _running() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name=THREADS, daemon=True).start()
+            threading.Thread(target=_run, args=(_loop, device.current()), name=THREADS, daemon=True).start()
         return _loop
+
+
+def _run(loop: asyncio.AbstractEventLoop, index: int | None) -> None:
+    device.use(index)
+    loop.run_forever()
 
 
 def _leave_if_held(loop: asyncio.AbstractEventLoop) -> None:

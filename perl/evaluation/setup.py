@@ -21,7 +21,7 @@ from perl.engines.quantised import SCHEMES, lacking, require_products
 from perl.engines.vllm_quantised import linear_layers
 from perl.environments.conversation import Conversations, open_conversations
 from perl.environments.scored import row_of_sample
-from perl.environments.tools import identity_of, load_environment
+from perl.environments.tools import load_environment
 from perl.evaluation.candidates import Candidate, find_candidates
 from perl.grading import rules_hash
 from perl.models.folders import Checkpoint, content_hash, load_config, require_whole_weights, resolve_model
@@ -31,7 +31,7 @@ from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
 from perl.tasks.trained import trained_with
-from perl.workers.conversations import TalkJob, TalkRequest, absolute
+from perl.workers.conversations import TalkJob, TalkRequest, absolute, identity_of
 from perl.workers.executors import Executor, make_executor
 from perl.workers.worker import EngineJob, Request
 

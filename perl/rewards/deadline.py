@@ -2,16 +2,14 @@
 
     rewards = RewardDeadline(seconds, advice).over(names, rewards)
 
-A thread says in one line which function it was, and at which line of its file. What holds the interpreter's lock (a
-regular expression that backtracks for ever) holds that thread too: then faulthandler, a thread of C, writes the stack
-and ends the process. Neither needs a signal, which the function may ignore, or the one alarm that a process has, which
-math-verify's own timeout takes.
+A thread says in one line which function it was, and at which line of its file. What holds the interpreter's lock holds
+that thread too: then perl.base.lock writes the stack and ends the process. Neither needs a signal, which the function
+may ignore, or the one alarm that a process has, which math-verify's own timeout takes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import inspect
 import os
@@ -22,11 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from perl.base.lock import end_in, spare
+
 RANKS_APART_S = 1.0
 """A function that hangs on all processes hangs for all at the same time: the first has its process's launcher end the
 others."""
 LOCK_S = 2.0
-"""How much later than the deadline faulthandler ends a process whose lock is held: on a busy machine the thread
+"""How much later than the deadline perl.base.lock ends a process whose lock is held: on a busy machine the thread
 that says the line may wake late."""
 
 
@@ -71,14 +71,14 @@ class RewardDeadline:
             self._timer = threading.Timer(self._late, self._end)
             self._timer.daemon = True
             self._timer.start()
-            faulthandler.dump_traceback_later(self._late + LOCK_S, exit=True, file=2)
+            end_in(self, self._late + LOCK_S)
         try:
             yield
         finally:
             self._running.remove(name)
             if not self._running:
                 self._timer.cancel()
-                faulthandler.cancel_dump_traceback_later()
+                spare(self)
 
     def _end(self) -> None:
         if names := list(self._running):

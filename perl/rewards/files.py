@@ -77,6 +77,13 @@ def text_of(completion: str | Sequence[dict[str, Any]]) -> str:
     return completion if isinstance(completion, str) else (completion[-1]["content"] or "" if completion else "")
 
 
+def in_verls_form(function: Callable[..., Any]) -> bool:
+    """Whether it takes verl's arguments, or what is wrapped around one that does."""
+    with contextlib.suppress(TypeError, ValueError):
+        return not {SINGLE[1], BATCH[1]}.isdisjoint(inspect.signature(function).parameters)
+    return False
+
+
 def row_name(place: int, completion: Any, prompt: Any = None, row: str | None = None) -> str:
     """How an error names a completion: where its row stands, how its prompt and itself begin.
 
@@ -138,8 +145,7 @@ def _of_one(name: str, function: RewardFunction, taken: Sequence[str], kwargs: M
         completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float]:
         results, where = [], _row_names(completions, {ROW: row, **columns})
-        for place, (completion, text) in enumerate(zip(completions, row, strict=True)):
-            given = json.loads(text) | {"solution_str": text_of(completion)}
+        for place, given in enumerate(_verls(completions, row, **columns)):
             with _explained(name, function, lambda place=place: where(place)):
                 results.append(function(**({key: given[key] for key in taken} | dict(kwargs))))
         return _scores(name, results, where, log_metric)
@@ -151,14 +157,31 @@ def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs:
     def reward(
         completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float]:
-        where, facts = _row_names(completions, {ROW: row, **columns}), [json.loads(text) for text in row]
+        where, facts = _row_names(completions, {ROW: row, **columns}), _verls(completions, row, **columns)
         given = {plural: [one.get(single) for one in facts] for single, plural in zip(SINGLE, BATCH, strict=True)}
-        given["solution_strs"] = [text_of(completion) for completion in completions]
         with _explained(name, function, lambda: _any_of(completions, where)):
             results = function(**({key: given[key] for key in taken} | dict(kwargs)))
         return _scores(name, _as_list(name, results, len(completions)), where, log_metric)
 
     return reward
+
+
+def _verls(
+    completions: Texts,
+    row: Sequence[str],
+    responses: Sequence[str] | None = None,
+    turns: Sequence[int] | None = None,
+    **_: Any,
+) -> list[dict[str, Any]]:
+    """SINGLE of each row. Of a conversation verl's response is all behind the prompt, and num_turns counts the prompt,
+    the policy's turns and what it was shown between them."""
+    facts = [json.loads(text) for text in row]
+    for one, completion in zip(facts, completions, strict=True):
+        one["solution_str"] = text_of(completion)
+    for one, response, number in zip(facts, responses or (), turns or (), strict=False):
+        one["solution_str"] = response
+        one["extra_info"] = {**(one.get("extra_info") or {}), "num_turns": 2 * number}
+    return facts
 
 
 def _of_trl(name: str, function: RewardFunction) -> RewardFunction:

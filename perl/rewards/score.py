@@ -15,7 +15,7 @@ import torch
 from perl.base.errors import RankError
 from perl.environments.tools import ToolUse
 from perl.records import Trajectory
-from perl.rewards.files import ROW, row_name
+from perl.rewards.files import ROW, in_verls_form, row_name
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ class Rewards:
             run together.
         names: of each, in the metrics.
         weights: float [functions].
-        environments: the rows are conversations with some.
+        decode: the text of tokens, where the rows are conversations with environments: functions in verl's form are
+            given all that stands behind the prompt (`responses`, and `turns`); None: they are none.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class Rewards:
         functions: Sequence[Callable[..., Any]],
         names: Sequence[str],
         weights: torch.Tensor,
-        environments: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ):
         self.functions, self.names, self.weights = list(functions), list(names), weights
-        self.environments = environments
+        self.decode, self._whole = decode, any(map(in_verls_form, functions))
         self.metrics: dict[str, list[float]] = defaultdict(list)
         """What the functions have logged by `log_metric`, for whoever logs next."""
 
@@ -70,11 +71,14 @@ class Rewards:
             "completions": [row.completion for row in rows],
             "completion_ids": [row.sampled_ids for row in rows],
             **columns,
-            **(of_environments(rows) if self.environments else {}),
+            **(of_environments(rows) if self.decode else {}),
             "trainer_state": state,
             "log_extra": lambda column, values: extras[column].extend(values),
             "log_metric": lambda name, value: metrics[name].append(value),
         }
+        if self.decode and self._whole:
+            arguments["responses"] = [self.decode(row.token_ids) for row in rows]
+            arguments["turns"] = [row.turns for row in rows]
         scores = [self._checked(*pair, len(rows)) for pair in zip(self.names, self._call(arguments), strict=True)]
         for column, values in extras.items():
             if len(values) < len(rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -22,6 +23,9 @@ SCHEMAS = {
     "guide": "prompt, answer",
     "prompt": "prompt, question or problem alone",
 }
+OF_TOOLS = {"assistant": ("tool_calls",), "tool": ("name",)}
+"""By role, what chat templates word besides the content. It is refused, and not kept: Arrow would make one type of all
+calls' arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +84,26 @@ def _prompted(schema: str, prompt: Any, gold: Any, source: str | None, where: st
             return Fields(schema=schema, question=prompt.strip(), gold=gold, data_source=source)
         prompt = [{"role": "user", "content": prompt}]
     messages = []
-    for message in prompt if isinstance(prompt, list) else [None]:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    for place, message in enumerate(prompt if isinstance(prompt, list) else [None]):
+        has = message if isinstance(message, dict) else {}
+        role, content = has.get("role"), has.get("content")
+        lost = next((name for name in OF_TOOLS.get(str(role), ()) if _holds(has.get(name))), None)
+        if lost:
+            raise UserError(
+                f"{where}: message {place} of prompt has {lost}, which would be lost; write calls and their answers as"
+                " text, in the messages' content"
+            )
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f"{where}: prompt must be a text or a list of {{role, content}} messages")
         messages.append({"role": role, "content": content})
     if not messages:
         raise UserError(f"{where}: prompt is an empty list of messages")
     return Fields(schema=schema, messages=tuple(messages), gold=gold, data_source=source)
+
+
+def _holds(value: Any) -> bool:
+    """Parquet has all fields of all messages, null or empty where one has none."""
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
 
 
 def asked_form(prompt: str) -> str | None:

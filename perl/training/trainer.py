@@ -390,7 +390,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 self.reward_funcs,  # type: ignore[arg-type]
                 self.reward_func_names,
                 self.reward_weights,
-                environments=self.conversations is not None,
+                decode=functools.partial(decode, self.processing_class) if self.conversations else None,
             ),
             grade_early=grade_early,
             batch=per_batch,

@@ -35,7 +35,6 @@ from perl.base.files import SAVING, json_line, read_json, write_json
 from perl.base.provenance import Provenance, provenance, text_hash
 from perl.engines.base import Engine, PolicyEngine
 from perl.environments.scored import converse, row_of_sample, trajectory_of
-from perl.environments.tools import identity_of
 from perl.grading import Grader, rules_hash
 from perl.models import folders
 from perl.records import Completion, Sample, Weights
@@ -61,6 +60,7 @@ from perl.scoring.statistics import best_at_k
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.validation_setup import ValidationSetup
+from perl.workers.conversations import identity_of
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +35,7 @@ class Talks:
 
     @property
     def paths(self) -> list[str]:
-        return files_of(self.environment)
+        return [str(file) for file in files_of(self.environment)]
 
     def opened(self) -> contextlib.AbstractContextManager[Conversations]:
         for file, found in hashes_of(self.environment).items():
@@ -70,7 +70,7 @@ class TalkJob:
     """What that is given besides."""
 
     def paths(self, weights: WeightsSpec) -> list[str]:
-        return [*self.engine.paths(weights), self.tokenizer, *files_of(self.environment)]
+        return [*self.engine.paths(weights), self.tokenizer, *map(str, files_of(self.environment))]
 
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
         from perl.environments.scored import converse, trajectory_of
@@ -101,16 +101,22 @@ def absolute(environment: EnvironmentConfig) -> EnvironmentConfig:
     return replace(environment, tools=tools, factory=factory)
 
 
-def files_of(environment: EnvironmentConfig) -> list[str]:
+def files_of(environment: EnvironmentConfig) -> list[Path]:
     """The user's own that it names."""
     named = [*environment.tools, *([environment.factory] if environment.factory else [])]
-    return [name.rpartition(":")[0] for name in named if is_file(name)]
+    return [user_path(name.rpartition(":")[0]) for name in named if is_file(name)]
 
 
 def hashes_of(environment: EnvironmentConfig) -> dict[str, str]:
     """Of what these files hold, by path; none of one that is missing."""
-    files = [Path(name) for name in files_of(environment)]
-    return {str(file): text_hash(file.read_bytes()) for file in files if file.is_file()}
+    return {str(file): text_hash(file.read_bytes()) for file in files_of(environment) if file.is_file()}
+
+
+def identity_of(environment: EnvironmentConfig) -> dict[str, Any] | None:
+    """What conversations depend on: the settings, and a hash of the user's files; None where nothing answers."""
+    if not environment.used:
+        return None
+    return asdict(environment) | {"files_hash": text_hash([file.read_bytes() for file in files_of(environment)])}
 
 
 @contextlib.contextmanager

@@ -420,3 +420,23 @@ def test_captured_graphs_on_a_cpu_are_said_not_to_be_there(caplog):
     assert [record.message for record in caplog.records] == [
         "decoding without captured graphs: there are none on a cpu"
     ]
+
+
+class Counted(tuple):
+    hashed = 0
+
+    def __hash__(self) -> int:
+        Counted.hashed += 1
+        return super().__hash__()
+
+
+def test_those_that_wait_are_not_hashed_at_each_step():
+    """Of a validation that are a thousand prompts; one that comes with the same tokens joins its group."""
+    waiting = scheduler.Scheduler(4)
+    source = iter([Sequence(Counted((1, 2)), 0, 5), None, None, Sequence(Counted((1, 2)), 1, 5)])
+    assert waiting.poll(source)
+    hashed = Counted.hashed
+    assert waiting.poll(source)
+    assert Counted.hashed == hashed
+    assert waiting.poll(source)
+    assert [len(group.waiting) for group in waiting.groups] == [2]

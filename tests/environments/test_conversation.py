@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import enum
+import functools
 import gc
 import json
 import math
@@ -12,16 +13,20 @@ import sys
 import threading
 from collections import defaultdict
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from perl.environments.scored import converse, trajectory_of
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.environments.waiting import Waiting
 from perl.grading import Grader
-from perl.records import Completion, Trajectory, row_seed
+from perl.records import Completion, Prompt, Sampling, Trajectory, row_seed
+from perl.rewards.deadline import RewardDeadline
+from perl.rewards.files import import_named, load_reward
 from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment, of_environments
 from perl.training.batch import Batch
@@ -58,6 +63,46 @@ def talk(engine: Scripted, *tools, count: int = 1, budget: int = 10_000, context
 
 def shown(row) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in row.completion]
+
+
+@pytest.mark.parametrize("failing", [0, 20])
+def test_a_scored_conversation_begins_when_others_have_ended(failing):
+    """Of 60 two for each of the engine's 4 rows go on at once, on as many environments, in one stream: the processes
+    that a model is split over make as many. Also where the first ones all fail before a turn."""
+
+    class Environment:
+        made = 0
+
+        def __init__(self):
+            Environment.made += 1
+
+        def reset(self, row):
+            if row["number"] < failing:
+                raise ValueError("no")
+            return row["prompt"]
+
+        def step(self, message):
+            return None
+
+    class Counting(Scripted):
+        streams = 0
+
+        def stream(self, feed):
+            self.streams += 1
+            return super().stream(feed)
+
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Environment, role="user"))
+    question = [{"role": "user", "content": "What is 2 + 3?"}]
+    ids = tuple(conversations.template.prompt(question))
+    prompt = Prompt(token_ids=ids, seed=0, sampling=Sampling(max_new_tokens=50))
+    rows = [{"prompt": question, "number": number} for number in range(60)]
+    asked = [trajectory_of(prompt, str(row["number"]), 0, row, None) for row in rows]
+    engine = Counting(lambda prompt: text_completion(TOKENIZER, "5", END))
+    found = dict(converse(conversations, engine, asked))
+    assert [found[number].text for number in range(60)] == [""] * failing + ["5"] * (60 - failing)
+    assert engine.streams == 1
+    assert Environment.made <= 8 + failing
+    assert len(conversations.source.instances) == Environment.made - failing
 
 
 def test_a_call_its_result_and_the_answer():
@@ -195,7 +240,7 @@ def test_rewards_see_what_was_drawn():
         seen.update(completions=completions, completion_ids=completion_ids)
         return [1.0]
 
-    Rewards([reward], ["reward"], torch.ones(1), environments=True).score([row], None)
+    Rewards([reward], ["reward"], torch.ones(1), decode=TOKENIZER.decode).score([row], None)
     assert seen["completion_ids"] == [row.sampled_ids]
     assert len(row.sampled_ids) < len(row.token_ids)
     assert seen["completions"] == [row.completion]
@@ -207,8 +252,28 @@ def test_the_overlong_punishment_counts_what_the_budget_counts():
     with Grader() as grader:
         context = RewardContext(grader=grader, max_completion_length=len(row.token_ids) + 50, overlong_cache_length=100)
         (overlong,) = build_rewards(["overlong"], context)
-    Rewards([overlong], ["overlong"], torch.ones(1), environments=True).score([row], None)
+    Rewards([overlong], ["overlong"], torch.ones(1), decode=TOKENIZER.decode).score([row], None)
     assert row.rewards == [-0.5]
+
+
+@pytest.mark.parametrize("many", ["", "s"])
+def test_a_reward_in_verls_form_has_the_whole_response(many, tmp_path):
+    """verl decodes all behind the prompt, and counts the prompt, two turns of the policy and an observation."""
+    (tmp_path / "reward.py").write_text(
+        f"def compute_score(solution_str{many}, extra_info{many}):\n"
+        f"    seen.append((solution_str{many}, extra_info{many}))\n    return {'[0.5]' if many else 0.5}\nseen = []\n"
+    )
+    name = f"{tmp_path}/reward.py:compute_score"
+    facts = {"where": "a.jsonl:1", "data_source": "d", "ground_truth": "5", "extra_info": {"index": 7}}
+    conversations = talking(TOKENIZER, add)
+    (row,) = conversations.run(rows_of(conversations, 1, row=json.dumps(facts)), saying(CALL, "5"))
+    (function,) = RewardDeadline(60, "").over([name], [load_reward(name, {})])
+    decode = functools.partial(TOKENIZER.decode, skip_special_tokens=True)
+    Rewards([function], ["compute_score"], torch.ones(1), decode=decode).score([row], None)
+    response = f"{CALL}\nuser\n<tool_response>\n5\n</tool_response>\nassistant\n5"
+    info = {"index": 7, "num_turns": 4}
+    assert import_named(name).__globals__["seen"] == [([response], [info]) if many else (response, info)]
+    assert row.rewards == [0.5]
 
 
 def test_each_turn_has_a_seed_of_its_own():
@@ -379,6 +444,57 @@ def test_a_process_ends_though_threads_of_a_tool_go_on(last, code, said):
     assert said in done.stderr
 
 
+def test_a_tool_that_holds_the_interpreters_lock_ends_the_process_with_its_stack():
+    """No thread could leave it: each needs the lock. One that has answered in time ends nothing."""
+    program = """if True:
+        import re, sys, time
+        from tests.environments.test_conversation import asked, saying, talk
+
+        def grep(word: str) -> str:
+            '''Grep.
+
+            Args:
+                word: In it.
+            '''
+            return str(re.match("(a+)+$", word))
+
+        talk(saying(asked("grep"), "so"), grep, tool_timeout_s=0.5)
+        time.sleep(7)
+        sys.stdout.write("in time")
+        sys.stdout.flush()
+        talk(saying(asked("grep").replace('"a"', '"%sb"' % ("a" * 99)), "so"), grep, tool_timeout_s=0.5)
+    """
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "in time")
+    assert done.stderr.startswith("Timeout (0:00:0")
+    assert "in grep\n" in done.stderr
+
+
+def test_a_call_has_the_context_of_whoever_talks():
+    """As TRL's calls, which are in its own thread: decimal's precision stands in a context variable."""
+
+    def third(word: str) -> str:
+        """Third.
+
+        Args:
+            word: None.
+        """
+        return str(Decimal(1) / Decimal(3))
+
+    async def awaited(word: str) -> str:
+        """Awaited.
+
+        Args:
+            word: None.
+        """
+        return third(word)
+
+    with localcontext(prec=5):
+        (row,) = talk(saying(asked("third") + asked("awaited"), "so"), third, awaited)
+    assert [content for role, content in shown(row) if role == "tool"] == ["0.33333", "0.33333"]
+
+
 def test_no_further_call_is_begun_where_very_many_hang(monkeypatch):
     """Of four turns three hang; the fourth's call is not begun. (The names: other tests leave threads behind too.)"""
     never = threading.Event()
@@ -532,7 +648,7 @@ def test_an_environment_of_trls_form():
         asked.append([each.tries for each in environments])
         return [float(len(completion)) for completion in completions]
 
-    Rewards([user, environment], ["user", "environment"], torch.ones(2), environments=True).score(rows, None)
+    Rewards([user, environment], ["user", "environment"], torch.ones(2), decode=TOKENIZER.decode).score(rows, None)
     assert asked == [[[3, 7], [99]]]
     assert [row.rewards for row in rows] == [[5.0, 1.0], [3.0, 0.0]]
     conversations.free(rows)
@@ -570,7 +686,7 @@ def test_what_an_environment_raises_is_the_failure_of_its_trajectory():
     ]
     assert "test_conversation.py:" in (rows[1].failure or "")
     functions = [lambda completions, **_: [2.0] * len(completions), environment]
-    Rewards(functions, ["two", "e"], torch.ones(2), environments=True).score(rows, None)
+    Rewards(functions, ["two", "e"], torch.ones(2), decode=TOKENIZER.decode).score(rows, None)
     assert [str(row.rewards) for row in rows] == ["[2.0, 1.0]", *["[nan, nan]"] * 3, "[2.0, nan]"]
     metrics: dict[str, list[float]] = defaultdict(list)
     conversations.measure(rows, metrics)
@@ -599,6 +715,38 @@ def test_a_reset_may_change_its_row():
     assert " extra Guess from" in TOKENIZER.decode(rows[0].prompt_ids)
 
 
+def test_a_tool_may_change_its_arguments():
+    """Rewards, samples.jsonl and checkpoints have them as they were drawn."""
+
+    def order(items: list[dict]) -> int:
+        """Order.
+
+        Args:
+            items: Them.
+        """
+        items[0]["price"] = Decimal("1.5")
+        items.append({})
+        return len(items)
+
+    call = '<tool_call>{"name": "order", "arguments": {"items": [{"id": 1}]}}</tool_call>'
+    (row,) = talk(saying(call, "so"), order)
+    assert shown(row)[1] == ("tool", "2")
+    assert row.completion[0]["tool_calls"][0]["function"]["arguments"] == {"items": [{"id": 1}]}
+
+
+def test_a_step_may_change_its_message():
+    class Own:
+        def reset(self, row):
+            return row["prompt"]
+
+        def step(self, message):
+            message["content"], message["seen"] = "", {1}
+
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Own, role="user"))
+    (row,) = conversations.run(rows_of(conversations, 1), saying("5"))
+    assert row.completion == [{"role": "assistant", "content": "5"}]
+
+
 def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
     never = threading.Event()
 
@@ -617,7 +765,7 @@ def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
     list(conversations.run(rows, saying(guess(7), "7")))
     assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
     conversations.free(rows)
-    assert conversations.instances == []
+    assert conversations.source.instances == []
     never.set()
 
 
@@ -639,7 +787,7 @@ def test_an_environment_that_is_made_too_late_is_free_for_the_next_row():
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
     assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
-    assert (rows[0].environment, len(conversations.instances)) == (None, 1)
+    assert (rows[0].environment, len(conversations.source.instances)) == (None, 1)
     conversations.config = replace(conversations.config, tool_timeout_s=60.0)
     (again,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"))
     assert (again.failure, again.environment.instance.made) == (None, 1)
@@ -814,7 +962,7 @@ def test_a_reward_that_is_not_finite_is_as_one_of_a_function(given):
 
     conversations = talking(TOKENIZER, source=guesses(Gives))
     (row,) = conversations.run(rows_of(conversations, 1, gold="7"), saying("7"))
-    rewards = Rewards([environment], ["environment"], torch.ones(1), environments=True)
+    rewards = Rewards([environment], ["environment"], torch.ones(1), decode=TOKENIZER.decode)
     rewards.score([row], None)
     assert (row.environment_reward, row.rewards, len(rewards.infinite([row]))) == (math.inf, [math.inf], 1)
 
@@ -1051,4 +1199,4 @@ def test_the_environments_that_are_free_are_those_that_were_here():
     """Rows that a worker has talked have none."""
     conversations = talking(TOKENIZER, add)
     conversations.free(rows_of(conversations, 3))
-    assert conversations.instances == []
+    assert conversations.source.instances == []

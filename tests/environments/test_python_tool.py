@@ -17,7 +17,7 @@ import pytest
 
 from perl.base.errors import RankError, UserError
 from perl.environments import sandbox
-from perl.environments.python_tool import LOST, NOT_BEGUN, PythonTool
+from perl.environments.python_tool import LOST, NOT_BEGUN, READABLE, PythonTool
 from perl.environments.sandbox import Limits
 from perl.environments.tools import ToolUse
 from tests.environments.scripted import Scripted, byte_tokenizer, rows_of, talking, text_completion
@@ -719,6 +719,26 @@ def test_a_sandbox_that_can_not_be_had_any_more_ends_the_run():
         conversations = talking(tokenizer, python)
         with pytest.raises(RankError, match=r"^the Python tool can't be started again: ModuleNotFoundError: .*'gone'$"):
             list(conversations.run(rows_of(conversations, 1), engine))
+
+
+def test_python_may_find_its_library_by_the_environment(monkeypatch, tmp_path):
+    """CANN's images have such a Python. A call is not shown where; without it nothing is said of namespaces."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$LD_LIBRARY_PATH" = /its/own ] || exit 127\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/its/own")
+    with PythonTool(required="limits") as tool:
+        shown = tool(
+            "import ctypes, os\nprint(dict(os.environ), ctypes.CDLL(None).getenv(b'LD_LIBRARY_PATH'))\n"
+            "try: print(open('/proc/self/environ').read())\nexcept OSError: print('no file')"
+        )
+        assert shown.splitlines()[0] == "{} 0"
+        assert "/its/own" not in shown or READABLE in tool.isolation
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    with pytest.raises(UserError) as error:
+        PythonTool()
+    assert str(error.value) == f"the Python tool can't be started: {python} ended at once, with exit code 127"
 
 
 def test_mistakes_are_one_line():

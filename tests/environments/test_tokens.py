@@ -293,3 +293,13 @@ def test_a_form_of_calls_that_nobody_knows():
     with pytest.raises(UserError, match="tool_call_parser auto: the chat template writes calls in no form"):
         talking(tokenizer, add)
     assert talking(tokenizer, add, tool_call_parser="hermes").template.role == "tool"
+
+
+def test_a_parser_of_another_form_than_the_prompt_asks_for():
+    """Llama 3's lists no tools: the system prompt asks for calls as Hermes has them, which would be answers."""
+    with pytest.raises(UserError) as error:
+        talking(byte_tokenizer("llama3"), add, tool_call_parser="llama3_json")
+    assert str(error.value) == (
+        "--config.environment.tool_call_parser llama3_json: the chat template lists no tools, and the system prompt"
+        " that does asks for Hermes' form; write auto"
+    )

@@ -1,5 +1,6 @@
 """What environment.tools and environment.factory name, and what is said where it can't be used."""
 
+import json
 import os
 import re
 from types import SimpleNamespace
@@ -126,6 +127,11 @@ class Talks:
         return None
 
 
+class Asynchronous(Talks):
+    async def step(self, message):
+        return None
+
+
 class Chat:
     def reset(self, **kwargs):
         return None
@@ -164,7 +170,7 @@ def test_functions_and_a_class_of_trls(file):
     source = load_environment(EnvironmentConfig(tools=[f"{file}:add"], factory=f"{file}:Game"))
     assert [schema["function"]["name"] for schema in source.schemas] == ["add", "guess"]
     assert (source.role, source.rewards, list(source.needed)) == ("tool", True, ["answer"])
-    first = source.make()
+    (first,) = source.instances  # made to be looked at, and used
     assert isinstance(first, ToolUse)
     assert sorted(first.tools) == ["add", "guess"]
     row = {
@@ -216,7 +222,7 @@ def test_no_more_calls_at_once_than_the_sandbox_runs(monkeypatch):
 def test_an_environment_of_our_own(file):
     source = load_environment(EnvironmentConfig(factory=f"{file}:Talks"))
     assert (source.role, source.schemas, source.rewards) == ("user", [], False)
-    assert source.make() is not source.make()
+    assert source.make() is not source.instances[0]
 
 
 @pytest.mark.parametrize("name", ["Chat", "ChatOfARow"])
@@ -250,6 +256,7 @@ def test_a_tool_of_trls_may_be_called_step(name, file):
         ({"factory": "FILE:NoReset"}, "FILE:NoReset has no reset; write def reset(self, **row)"),
         ({"factory": "FILE:NoTools"}, "FILE:NoTools has no public method, which would be a tool"),
         ({"tools": ["FILE:add"], "factory": "FILE:Adds"}, "both have a tool add; rename one"),
+        ({"factory": "FILE:Asynchronous"}, "--config.environment.factory: FILE:Asynchronous: step is async; write a"),
         ({"tools": ["FILE:add"], "factory": "FILE:Talks"}, "FILE:Talks has a step of its own, which answers"),
     ],
 )  # fmt: skip
@@ -315,11 +322,26 @@ def test_a_tool_that_hangs_is_waited_for_in_time(file):
         check("--config.rollout.workers", "2", validation=validated)
 
 
-def test_blocks_of_python_need_python():
-    flags = ["--config.environment.tool_call_parser", "python_fence"]
-    with pytest.raises(UserError, match="tool_call_parser python_fence: blocks of code are calls of the tool python"):
-        parse(flags)
-    parse([*TOOLS, *flags])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": ["FILE:add"]},
+        {"tools": ["python", "FILE:add"]},
+        {"tools": ["code_interpreter"]},
+        {"tools": ["python"], "factory": "FILE:Game"},
+        {"factory": "FILE:Talks"},
+    ],
+)
+def test_blocks_of_python_call_python_alone(fields, file):
+    """Another tool would be listed nowhere, and none of its calls be read."""
+    fields = json.loads(json.dumps(fields).replace("FILE", file))
+    with pytest.raises(UserError) as error:
+        load_environment(EnvironmentConfig(tool_call_parser="python_fence", **fields))
+    assert str(error.value) == (
+        "--config.environment.tool_call_parser python_fence: blocks of code are calls of the tool python, and nothing"
+        " else can be called; write --config.environment.tools '[\"python\"]' alone, or leave it out"
+    )
+    load_environment(EnvironmentConfig(tool_call_parser="python_fence", tools=["python"]))
 
 
 def test_no_function_is_needed_where_an_environment_may_give_the_reward():

@@ -251,7 +251,7 @@ def test_vllm_has_the_same_conversations(config, made, tmp_path):
     ("flags", "said"),
     [
         (["--environment.max_turns", "2"], "--environment.max_turns: has no effect without --environment.tools"),
-        (["--environment.tool_call_parser", "python_fence"], "--environment.tool_call_parser python_fence: blocks of"),
+        (["--environment.tool_call_parser", "hermes"], "--environment.tool_call_parser: has no effect without"),
     ],
 )
 def test_what_can_not_be_meant(flags, said):

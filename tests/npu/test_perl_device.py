@@ -99,3 +99,35 @@ def test_outside_of_the_emulation_there_is_no_npu():
     """This process was not started on the emulated machine."""
     assert not hasattr(torch, "npu")
     assert device.detect().kind in ("cuda", "cpu")
+
+
+TALKS = """
+import torch
+from tests.environments.test_conversation import asked, saying, shown, talk
+
+def plain(word: str) -> str:
+    '''Plain.
+
+    Args:
+        word: None.
+    '''
+    return str(torch.ones(1, device="npu").device)
+
+async def awaited(word: str) -> str:
+    '''Awaited.
+
+    Args:
+        word: None.
+    '''
+    return plain(word)
+
+before = talk(saying(asked("plain"), "so"), plain)
+torch.npu.set_device(1)  # as accelerate does it in the process of rank 1
+after = talk(saying(asked("plain") + asked("awaited"), "so"), plain, awaited)
+answer = [[said for role, said in shown(row) if role == "tool"] for row in (*before, *after)]
+"""
+
+
+def test_tools_compute_on_the_device_of_whoever_talks(answer):
+    """Their threads begin on the first one."""
+    assert answer(TALKS) == [["npu:0"], ["npu:1", "npu:1"]]

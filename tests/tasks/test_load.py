@@ -32,6 +32,10 @@ VERL = {
 BENCH = {"problem": "Find $x$.", "answer": "\\frac{1}{2}"}
 
 
+ASK = {"role": "user", "content": "What is 2 + 3?"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+
+
 def write(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> str:
     path = folder / name
     if path.suffix == ".jsonl":
@@ -213,6 +217,8 @@ def test_templates():
         ({"question": "", "answer": "#### 1"}, "the question is empty"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "list of {role, content} messages"),
         ({"prompt": [], "answer": "1"}, "empty list of messages"),
+        ({"prompt": [ASK, CALLED], "answer": "1"}, "message 1 of prompt has tool_calls, which would be lost; write"),
+        ({"prompt": [ASK, {"role": "tool", "content": "5", "name": "add"}], "answer": "1"}, "1 of prompt has name"),
         (VERL | {"data_source": "my/own"}, "data_source 'my/own' names no task; say which one"),
     ],
 )
@@ -221,6 +227,15 @@ def test_rows_that_cannot_be_used(tmp_path, row, message):
         load_one(tmp_path, row)
     assert message in str(caught.value)
     assert str(caught.value).startswith("rows.jsonl:1: ")
+
+
+def test_fields_of_tools_that_hold_nothing(tmp_path):
+    """As Parquet has them where another message, of another set that was joined, has some."""
+    empty = {"tool_calls": [], "tool_call_id": None, "name": None}
+    file = tmp_path / "rows.parquet"
+    pandas.DataFrame([{"prompt": [ASK | empty], "answer": "5"}]).to_parquet(file)
+    (problem,) = load_problems(str(file), graded=False)
+    assert problem.messages == (ASK,)
 
 
 OWN = VERL | {"data_source": "my/own"}

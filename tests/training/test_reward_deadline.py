@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROGRAM = """import asyncio, re, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
+from perl.base.lock import HeldLock
 from perl.rewards.deadline import RewardDeadline
 
 def quick(**_):
@@ -59,7 +60,7 @@ def test_a_call_that_is_late_ends_the_process_and_names_function_and_line(tmp_pa
     done = run(tmp_path, "sleep")
     assert (done.returncode, done.stdout) == (1, "in time\n")
     assert done.stderr == (
-        "error: --config.reward.functions: a folder/mine.py:never has not returned for 1 s (it is at mine.py:22);"
+        "error: --config.reward.functions: a folder/mine.py:never has not returned for 1 s (it is at mine.py:23);"
         " write more\n"
     )
 
@@ -68,7 +69,16 @@ def test_a_call_that_holds_the_interpreters_lock_ends_with_its_stack(tmp_path):
     done = run(tmp_path, "backtrack")
     assert (done.returncode, done.stdout) == (1, "in time\n")
     assert done.stderr.startswith("Timeout (0:00:03")
-    assert f'File "{tmp_path}/mine.py", line 18 in backtrack\n' in done.stderr
+    assert f'File "{tmp_path}/mine.py", line 19 in backtrack\n' in done.stderr
+
+
+def test_a_reward_and_what_is_watched_besides_share_the_timer(tmp_path):
+    """A process has one: a reward that has returned does not stop it for others, nor they for a reward."""
+    done = run(tmp_path, call="HeldLock(3.0).begin(); functions[0](completions=[]); backtrack()")
+    assert (done.returncode, done.stdout) == (1, "in time\n")
+    assert f'File "{tmp_path}/mine.py", line 19 in backtrack\n' in done.stderr
+    done = run(tmp_path, "backtrack", call="HeldLock(999.0).begin(); functions[2](completions=[])")
+    assert done.stderr.startswith("Timeout (0:00:0")
 
 
 def test_calls_that_return_in_time_leave_nothing_behind(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import inspect
@@ -20,7 +19,7 @@ from transformers import TrainerState
 
 from perl.base.errors import one_line
 from perl.records import Trajectory
-from perl.rewards.files import RAISED, ROW, RewardFunction
+from perl.rewards.files import RAISED, ROW, RewardFunction, in_verls_form
 from perl.rewards.score import Rewards
 from perl.tools.audit.probes import HOSTILE_ROWS, PROBES, RIGHT
 from perl.tools.audit.rows import Row
@@ -78,7 +77,7 @@ class Payer:
 
     def __post_init__(self) -> None:
         own = inspect.unwrap(self.function)
-        self.in_verls_form = _has_to_take_gold(own)
+        self.in_verls_form = in_verls_form(own)
         self.reads_gold = self.in_verls_form and _loads_gold(own)
 
     def pay(self, rows: Sequence[Row], cases: Sequence[Case]) -> list[float]:
@@ -157,13 +156,6 @@ class _Noted(list):
     def __getitem__(self, place: Any) -> Any:
         self.note()
         return super().__getitem__(place)
-
-
-def _has_to_take_gold(function: Any) -> bool:
-    """Whether it is of verl's form, for which `row` is always read: its code says what it uses of that."""
-    with contextlib.suppress(TypeError, ValueError):
-        return not {"solution_str", "solution_strs"}.isdisjoint(inspect.signature(function).parameters)
-    return False
 
 
 def _loads_gold(function: Any) -> bool:
