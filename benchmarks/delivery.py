@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import perl
 from benchmarks._learning import markdown
 from benchmarks._workload import EOS, PAD, VOCABULARY, make_tokenizer
-from perl.adapters.delivery import delivered, pack, unpacked
+from perl.adapters.delivery import delivered, from_bytes, to_bytes
 from perl.base.errors import RankError, UserError
 from perl.config.load import Config
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
@@ -103,16 +103,16 @@ class FaultyInbox:
         if self.version < FAULTY:
             return sent, rms
         if self.fault == "not sent":
-            sent = pack(self._start)
+            sent = to_bytes(self._start)
         if self.fault in ("another version", "workers of a killed run"):
             sent, _ = self._seen[self.version - 1]
         if self.fault == "a used name":  # "adapter-0" is there since version 0, and is kept
             sent, _ = self._seen[self.version % 2]
         if self.fault == "half of it":
-            tensors = unpacked(sent)
-            sent = pack({name: tensors[name] if i % 4 < 2 else self._start[name] for i, name in enumerate(tensors)})
+            tensors = from_bytes(sent)
+            sent = to_bytes({name: tensors[name] if i % 4 < 2 else self._start[name] for i, name in enumerate(tensors)})
         if self.fault == "loaded twice":
-            sent = pack({name: 2 * tensor for name, tensor in unpacked(sent).items()})
+            sent = to_bytes({name: 2 * tensor for name, tensor in from_bytes(sent).items()})
         if self.fault == "truncated":
             sent = sent[: len(sent) // 2]
         return sent, rms

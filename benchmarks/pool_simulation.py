@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks._learning import markdown
 from perl.device import Devices
 from perl.records import Completion, Prompt, Sampling, Weights, row_seed
-from perl.training.collect import Collector, Read
+from perl.training.collect import Collector, ReadPrompt
 from perl.training.stream import PromptStream
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import Drawn, Piece, Version
@@ -265,7 +265,7 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
         parts: Any = {"engine": engine, "rewards": NoRewards(), "processes": Alone(), "clock": NoClock()}
         sampling = Sampling(seed=row_seed(1, "simulation", 0))
         collector = Collector(
-            stream=PromptStream(len(rows), batch, seed=1), rows=rows, read=lambda row: Read((5,) * PROMPT),
+            stream=PromptStream(len(rows), batch, seed=1), rows=rows, read=lambda row: ReadPrompt((5,) * PROMPT),
             text=lambda ids: "", grade_early=None, batch=batch, group_size=GROUP,
             sampling=sampling, state=lambda: None, batches_ahead=lag, **parts,
         )  # type: ignore[arg-type]  # fmt: skip

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from types import SimpleNamespace
-from perl.adapters.delivery import delivered, pack
+from perl.adapters.delivery import delivered, to_bytes
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
 from perl.device.sharding import is_sharded, local, resharded, shard_of, whole
@@ -92,7 +92,7 @@ with torch.no_grad():
                     local(parameter).mul_(2)
 for tensor in delivered(alone).values():
     tensor.data.mul_(2)
-older, newer = (pack(delivered(alone)), []), logits(model)
+older, newer = (to_bytes(delivered(alone)), []), logits(model)
 engine = SimpleNamespace(local=SimpleNamespace(model=model))
 with PoolEngine._holding(engine, older):
     found["older"] = torch.equal(logits(model), logits(alone))

@@ -1,6 +1,6 @@
 """A policy on its way to an engine in another process, and the proof that it has arrived.
 
-    trainer   delivered(policy) -> pack -> bytes                                digest(...) of what it sends
+    trainer   delivered(policy) -> to_bytes -> bytes                                digest(...) of what it sends
     engine    unpack(bytes) into a policy that was built alike -> the model     digest(...) of what it holds then
 
 The bytes hold what training changes: the adapter, or all weights where there is none. Both ends compute one digest of
@@ -45,14 +45,14 @@ def delivered(policy: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if ADAPTER in name.split(".")}
 
 
-def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """`tensors`, whole, in the form of safetensors: equal tensors make equal bytes. Every rank must come here where
     they are split."""
     return save({name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()})
 
 
-def unpacked(payload: bytes) -> dict[str, torch.Tensor]:
-    """What `pack` was given. A UserError for bytes that are not whole."""
+def from_bytes(payload: bytes) -> dict[str, torch.Tensor]:
+    """What `to_bytes` was given. A UserError for bytes that are not whole."""
     try:
         return load(payload)
     except SafetensorError as error:

@@ -36,7 +36,7 @@ def has_adapter(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def compute_dtype(training: TrainingArguments) -> torch.dtype:
+def autocast_dtype(training: TrainingArguments) -> torch.dtype:
     """What mixed precision computes in; float32 without it."""
     import torch
 
@@ -48,14 +48,14 @@ def trained_dtype(training: TrainingArguments) -> torch.dtype:
     lost to rounding; DeepSpeed keeps float32 weights for its optimizer, and is given what it computes in."""
     import torch
 
-    return torch.float32 if training.deepspeed_plugin is None else compute_dtype(training)
+    return torch.float32 if training.deepspeed_plugin is None else autocast_dtype(training)
 
 
 def loses_updates(dtype: torch.dtype, training: TrainingArguments) -> bool:
     """Whether the optimizer would write to weights of `dtype`, in which a step smaller than half a number's spacing
     (of bfloat16 1/512 to 1/256 of the weight) changes nothing. Under mixed precision accelerate's FSDP2 makes them
     float32."""
-    upcast = os.environ.get("ACCELERATE_USE_FSDP") == "true" and compute_dtype(training).itemsize < 4
+    upcast = os.environ.get("ACCELERATE_USE_FSDP") == "true" and autocast_dtype(training).itemsize < 4
     return dtype.itemsize < 4 and training.deepspeed_plugin is None and not upcast
 
 

@@ -27,7 +27,7 @@ from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, Rounding
 from perl.adapters.none import has_adapter
 from perl.base.errors import say_once
 from perl.device.sharding import any_rank, resharded
-from perl.engines.linear import pack, packable, unpack
+from perl.engines.linear import packable, prepack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RolloutMerge:
         must not change inside, and nothing can be differentiated.
 
         Args:
-            dtype: what the trainer's autocast computes in, and so packed weights (perl.engines.linear.pack) and an
+            dtype: what the trainer's autocast computes in, and so packed weights (perl.engines.linear.prepack) and an
                 unmerged adapter above weights of that dtype; None is float32.
         """
         with resharded(self.model), contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ class RolloutMerge:
                     layer: Any = adapted.layer
                     if layer.get_base_layer() in to_pack:
                         weights = adapted.merged() if self._changes else adapted.weights()
-                        pack(layer, weights["weight"], weights.get("bias"), dtype, merged=self._changes)
+                        prepack(layer, weights["weight"], weights.get("bias"), dtype, merged=self._changes)
                         stack.callback(unpack, layer)
                     else:
                         if self._changes:
@@ -101,7 +101,7 @@ class RolloutMerge:
             else:
                 stack.enter_context(self._batched.applied(self.layers, dtype))
             for layer in to_pack:
-                pack(layer, layer.weight, layer.bias, dtype)
+                prepack(layer, layer.weight, layer.bias, dtype)
                 stack.callback(unpack, layer)
             yield
 

@@ -54,7 +54,7 @@ class Prefix:
 
 
 @dataclass(slots=True)
-class Step:
+class StepPlaces:
     """Where the decode step in progress writes and what it reads; shared by all layers."""
 
     first: torch.Tensor
@@ -78,7 +78,7 @@ class KVLayer(CacheLayerMixin):
         self.keys: torch.Tensor = keys  # pyright: ignore[reportIncompatibleVariableOverride]
         self.values: torch.Tensor = values  # pyright: ignore[reportIncompatibleVariableOverride]
         self.is_initialized = True
-        self.step: Step | None = None
+        self.step: StepPlaces | None = None
         self.whole = False
         """Attention gets all blocks and finds its own (Layout of the step)."""
 
@@ -97,7 +97,7 @@ class KVLayer(CacheLayerMixin):
             return self.keys, self.values
         return self._read(self.keys, step), self._read(self.values, step)
 
-    def _read(self, states: torch.Tensor, step: Step) -> torch.Tensor:
+    def _read(self, states: torch.Tensor, step: StepPlaces) -> torch.Tensor:
         if step.blocks is None:
             return states[: len(step.first), : step.width].transpose(1, 2)
         rows, blocks = step.blocks.shape
@@ -116,7 +116,7 @@ class KVLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:  # what transformers before 5.17 calls get_max_length
         return -1
 
-    def _current(self) -> Step:
+    def _current(self) -> StepPlaces:
         assert self.step is not None, "KVCache.begin comes before each decode step"
         return self.step
 
@@ -230,7 +230,7 @@ class KVCache(Cache, ABC):
         return step.width
 
     @abstractmethod
-    def _step(self, positions: torch.Tensor, width: int) -> Step:
+    def _step(self, positions: torch.Tensor, width: int) -> StepPlaces:
         """Where a step writes and what it reads, see `begin`."""
 
     def _write(self, index: int, states: KeysAndValues, start: int, length: int) -> None:
@@ -290,8 +290,8 @@ class RowCache(KVCache):
                 layer.values[target, :width] = layer.values[source, :width]
         super().remove(count, moves)
 
-    def _step(self, positions: torch.Tensor, width: int) -> Step:
-        return Step(torch.arange(len(positions), device=positions.device), positions, width, None)
+    def _step(self, positions: torch.Tensor, width: int) -> StepPlaces:
+        return StepPlaces(torch.arange(len(positions), device=positions.device), positions, width, None)
 
 
 class BlockCache(KVCache):
@@ -432,10 +432,10 @@ class BlockCache(KVCache):
         self.users = [0] * len(self.users)
         self.free = list(range(len(self.users) - 1, SCRATCH, -1))
 
-    def _step(self, positions: torch.Tensor, width: int) -> Step:
+    def _step(self, positions: torch.Tensor, width: int) -> StepPlaces:
         table, blocks = self.table[: len(positions)], self._blocks_of(width)
         block = table.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
-        return Step(block, positions % self.block_size, blocks * self.block_size, table[:, :blocks])
+        return StepPlaces(block, positions % self.block_size, blocks * self.block_size, table[:, :blocks])
 
     def _blocks_of(self, tokens: int) -> int:
         return math.ceil(tokens / self.block_size)

@@ -37,7 +37,7 @@ def prepacked(model: nn.Module) -> Iterator[None]:
     layers = packable(model)
     try:
         for layer in layers:
-            pack(layer, layer.weight, layer.bias)
+            prepack(layer, layer.weight, layer.bias)
         yield
     finally:
         for layer in layers:
@@ -58,7 +58,7 @@ def packable(model: nn.Module) -> list[nn.Linear]:
     return layers
 
 
-def pack(
+def prepack(
     module: nn.Module,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

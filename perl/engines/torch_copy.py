@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from peft import get_peft_model
 
 from perl import device
-from perl.adapters.delivery import base_digest, digest, put_into, unpacked
+from perl.adapters.delivery import base_digest, digest, from_bytes, put_into
 from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.folders import load_model
 from perl.noise.injector import NoiseInjector
@@ -53,7 +53,7 @@ class TorchCopy:
     def holding(self, weights: Weights, name: str, payload: tuple[bytes, list[float]]) -> Iterator[str]:
         """See perl.workers.rollouts.Copy."""
         policy, noise = self.engine.model, self.engine.noise
-        put_into(policy, unpacked(payload[0]))
+        put_into(policy, from_bytes(payload[0]))
         if noise is not None:
             noise.rms[:] = payload[1]
         self.engine.publish(weights)

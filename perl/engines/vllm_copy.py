@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from perl import device
-from perl.adapters.delivery import ADAPTER, add_tensor, unpacked
+from perl.adapters.delivery import ADAPTER, add_tensor, from_bytes
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, whole
 from perl.engines.quantised import Quantisation
@@ -94,7 +94,7 @@ class VLLMCopy(DrawingVLLM):
         Args:
             name: that no other policy has.
         """
-        tensors = unpacked(payload[0])
+        tensors = from_bytes(payload[0])
         self.sync.serve(self.llm, lambda folder: self._save(tensors, folder), f"-{name}")
         self.weights = weights
         if self.noise is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from perl.reports.charts import Line
 from perl.reports.results import Run
-from perl.scoring.results import SampleRecord, Scored
+from perl.scoring.results import SampleRecord, ScoredSet
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def shortened(text: str, limit: int) -> str:
     return f"{head}\n\n[… {len(text) - limit} characters are left out here; samples.jsonl has them …]\n\n{tail}"
 
 
-def shared_ends(scored: Scored) -> tuple[int, int]:
+def shared_ends(scored: ScoredSet) -> tuple[int, int]:
     """How many characters at the beginning and at the end are the same in all prompts: template and examples, with
     the question between them. Cut at the end of a line or of a special token, so that no word is torn."""
     prompts = list(dict.fromkeys(record["prompt"] for record in scored.records))

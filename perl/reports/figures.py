@@ -15,7 +15,7 @@ from perl.reports import charts
 from perl.reports.charts import Bar, Bars, Line
 from perl.reports.results import Run
 from perl.reports.training_run import TrainingRun
-from perl.scoring.results import Scored
+from perl.scoring.results import ScoredSet
 
 BINS = 10
 """Of completion lengths, at most."""
@@ -179,7 +179,7 @@ def before_and_after(runs: Sequence[Run], pairs: Mapping[int, int]) -> Figure | 
     return Figure("Before and after training", "Accuracy with its 95 % interval.", chart)
 
 
-def sampled(scored: Scored) -> str:
+def sampled(scored: ScoredSet) -> str:
     """How the completions were sampled, in a few words."""
     summary = scored.summary
     temperature, n = summary["sampling"]["temperature"], summary["n"]
@@ -246,13 +246,13 @@ def with_band(name: str, scores: Mapping[int, Mapping[str, Any]]) -> Line:
     return Line(name, name, points, [(i, 100 * s["low"], 100 * s["high"]) for i, s in sorted(scores.items())])
 
 
-def of_dataset(scored: Scored) -> list[Figure]:
+def of_dataset(scored: ScoredSet) -> list[Figure]:
     """Lengths, and what more samples would give."""
     samples = of_samples(scored) if scored.summary["n"] > 1 else None
     return [of_lengths(scored), *([samples] if samples else [])]
 
 
-def of_lengths(scored: Scored) -> Figure:
+def of_lengths(scored: ScoredSet) -> Figure:
     """Completions by their length in tokens, in bins of equal width; those that were cut off in their own colour."""
     summary, longest = scored.summary, max(record["tokens"] for record in scored.records)
     width = max(-(-(longest + 1) // BINS), 1)
@@ -270,7 +270,7 @@ def of_lengths(scored: Scored) -> Figure:
     return Figure("Completion lengths", note, chart, [("bar", "finished"), ("cut", "truncated")])
 
 
-def of_samples(scored: Scored) -> Figure | None:
+def of_samples(scored: ScoredSet) -> Figure | None:
     def line(kind: str) -> Line:
         places = [(re.match(rf"{kind}@(\d{{1,9}})$", name), score) for name, score in scored.summary["metrics"].items()]
         return with_band(f"{kind}@k", {int(place[1]): score for place, score in places if place})
@@ -298,7 +298,7 @@ def of_comparisons(runs: Sequence[Run]) -> list[Figure]:
     return [Figure(dataset, note, charts.differences(what, bars)) for dataset, bars in rows.items()]
 
 
-def accuracy(scored: Scored) -> Mapping[str, Any]:
+def accuracy(scored: ScoredSet) -> Mapping[str, Any]:
     """The score that counts: value, low, high."""
     return scored.summary["metrics"]["accuracy"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from perl.base.errors import UserError, one_line
 from perl.base.files import read_json
 from perl.reports.comparisons import Comparison, read_comparison
-from perl.scoring.results import AGAIN, SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
+from perl.scoring.results import AGAIN, SAMPLES, SWEEP, ScoredSet, Sweep, is_scored, read_scored
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Run:
     """The checkpoint's name in a sweep, the folder's where a page shows several evaluations, else empty."""
     step: int | None = None
     """Optimizer steps of a sweep's checkpoint, 0 for the base; None where that is not known."""
-    scored: list[Scored]
+    scored: list[ScoredSet]
     comparison: Comparison | None = None
     """With another evaluation, if one was made."""
 

@@ -20,7 +20,7 @@ from trl.distributed import DistributedBackend
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.adalora import RankSchedule
 from perl.adapters.applied import Applied, applied
-from perl.adapters.none import complete_model, compute_dtype, has_adapter
+from perl.adapters.none import autocast_dtype, complete_model, has_adapter
 from perl.base.files import SAVING
 from perl.config.schema import PeftConfig
 from perl.runs import process_state
@@ -245,7 +245,7 @@ class AdapterTrainer:
 
     def compute_dtype(self) -> torch.dtype:
         """What the model computes in: mixed precision's dtype, or that of its weights."""
-        mixed, model = compute_dtype(self.args), self.accelerator.unwrap_model(self.model)
+        mixed, model = autocast_dtype(self.args), self.accelerator.unwrap_model(self.model)
         return mixed if mixed.itemsize < 4 else model.dtype
 
 

@@ -165,7 +165,7 @@ def torn(checkpoint: Path) -> str | None:
     return None
 
 
-def check_critic(checkpoint: str | None, algorithm: str, has_critic: bool) -> None:
+def require_same_critic(checkpoint: str | None, algorithm: str, has_critic: bool) -> None:
     """Raise a UserError for a checkpoint of an algorithm with a critic where this one has none, and the other way
     round."""
     if checkpoint is not None and (Path(checkpoint) / CRITIC).is_file() != has_critic:

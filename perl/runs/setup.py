@@ -68,7 +68,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """What a model can be given."""
 
     vocabulary: int
@@ -77,10 +77,10 @@ class Limits:
     """Tokens of prompt and completion together that it was made for; None: its configuration names no limit."""
 
 
-def limits_of(model: str) -> Limits:
+def limits_of(model: str) -> ModelLimits:
     """Of `model`, a folder or hub name."""
     config = folders.load_config(resolve_model(model, MODEL_FLAG), MODEL_FLAG).get_text_config()
-    return Limits(config.vocab_size, getattr(config, "max_position_embeddings", None))
+    return ModelLimits(config.vocab_size, getattr(config, "max_position_embeddings", None))
 
 
 def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
@@ -176,7 +176,7 @@ def build_dataset(
     config: DatasetConfig,
     template: ChatTemplate,
     graded: bool = True,
-    limits: Limits | None = None,
+    limits: ModelLimits | None = None,
     completion: int | None = None,
     columns: bool = False,
 ) -> Dataset:

@@ -15,7 +15,7 @@ from perl.scoring.samples import folder_names, make_samples, sampling_of_task, s
 from perl.tasks import data_name
 
 if TYPE_CHECKING:
-    from perl.scoring.results import Asked
+    from perl.scoring.results import HowAsked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class ProblemSet:
         return {sample.key for sample in self.samples}
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> HowAsked:
         """For run.json and summary.json."""
         sampling = asdict(self.sampling)
         sampling.pop("n")
         styles: Any = json.loads(json.dumps({task: asdict(style) for task, style in self.styles.items()}))
-        asked: Asked = {"dataset": self.spec, "styles": styles, "sampling": sampling}
+        asked: HowAsked = {"dataset": self.spec, "styles": styles, "sampling": sampling}
         if self.template_kwargs:
             asked["chat_template_kwargs"] = dict(self.template_kwargs)
         return asked

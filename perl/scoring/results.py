@@ -165,7 +165,7 @@ class Rescored(TypedDict):
     provenance: Provenance
 
 
-class Asked(TypedDict):
+class HowAsked(TypedDict):
     """How the problems of a dataset are asked."""
 
     dataset: str
@@ -178,7 +178,7 @@ class Asked(TypedDict):
     """What the chat template was given besides; left out, or None, where that is nothing."""
 
 
-class Identity(Asked):
+class Identity(HowAsked):
     """run.json: what every sample in a dataset's folder was made with."""
 
     split: str | None
@@ -286,7 +286,7 @@ class Logged(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredSet:
     """One dataset, scored by one model: what lies in its folder."""
 
     dataset: str
@@ -299,7 +299,7 @@ def is_scored(folder: Path) -> bool:
     return (folder / SAMPLES).is_file() and (folder / SUMMARY).is_file()
 
 
-def read_scored(folder: Path) -> Scored:
+def read_scored(folder: Path) -> ScoredSet:
     """The dataset in `folder`. A UserError where summary.json is not readable, or no sample is."""
     summary = read_json(folder / SUMMARY, hint=AGAIN, kind=Summary)
     if "accuracy" not in summary["metrics"] or "temperature" not in summary["sampling"]:
@@ -314,7 +314,7 @@ def read_scored(folder: Path) -> Scored:
             "%s: samples.jsonl has %d rows, the summary was made from %d (another --n or --max_samples)",
             folder, len(records), summary["samples"],
         )  # fmt: skip
-    return Scored(dataset=folder.name, summary=summary, records=records)
+    return ScoredSet(dataset=folder.name, summary=summary, records=records)
 
 
 def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:

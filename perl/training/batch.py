@@ -229,7 +229,7 @@ class Dealer:
                 [list(places[start : start + per_micro_batch]) for start in range(0, len(places), per_micro_batch)]
                 for places in chosen
             ]
-        pieces = [[piece_of(place, rows[place], self.size) for place in places] for places in chosen]
+        pieces = [[row_cost(place, rows[place], self.size) for place in places] for places in chosen]
         limits = [smallest_limit(window, self.max_tokens, size) for window in pieces]
         if max(limits) > self.max_tokens:
             _say_what_is_exceeded(self.max_tokens, size)
@@ -237,7 +237,7 @@ class Dealer:
         return [spread(*window) for window in zip(pieces, limits, needed, strict=True)]
 
 
-class Piece(NamedTuple):
+class RowCost(NamedTuple):
     """What a row adds to a packed sequence, and what its prompt does, once for all of its rows."""
 
     place: int
@@ -249,7 +249,7 @@ class Piece(NamedTuple):
     cost: int
 
 
-def piece_of(place: int, row: Trajectory, size: ModelSize | None = None) -> Piece:
+def row_cost(place: int, row: Trajectory, size: ModelSize | None = None) -> RowCost:
     """
     Args:
         size: what the costs are counted from; None: tokens.
@@ -258,7 +258,7 @@ def piece_of(place: int, row: Trajectory, size: ModelSize | None = None) -> Piec
     prompt_tokens, tokens = prompt_cost, cost = [work.tokens for work in works]
     if size is not None:
         prompt_cost, cost = (round(update_flops(size, work) / update_flops(size, Work(1, 0))) for work in works)
-    return Piece(place, row.prompt_ids, prompt_tokens, tokens, prompt_cost, cost)
+    return RowCost(place, row.prompt_ids, prompt_tokens, tokens, prompt_cost, cost)
 
 
 def by_prompt(rows: Sequence[Trajectory], places: Iterable[int]) -> list[int]:
@@ -269,7 +269,7 @@ def by_prompt(rows: Sequence[Trajectory], places: Iterable[int]) -> list[int]:
     return [place for members in prompts.values() for place in members]
 
 
-def cut_by_tokens(pieces: Sequence[Piece], max_tokens: int, max_cost: float = math.inf) -> list[list[int]]:
+def cut_by_tokens(pieces: Sequence[RowCost], max_tokens: int, max_cost: float = math.inf) -> list[list[int]]:
     """The rows of `pieces` in their order, cut wherever one more row would make the sequence longer than `max_tokens`
     or cost more than `max_cost`. A row that is so by itself is alone."""
     chunks: list[list[int]] = []
@@ -288,14 +288,14 @@ def cut_by_tokens(pieces: Sequence[Piece], max_tokens: int, max_cost: float = ma
     return chunks
 
 
-def smallest_limit(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> int:
+def smallest_limit(pieces: Sequence[RowCost], max_tokens: int, micro_batches: int) -> int:
     """`max_tokens`, or the smallest number above it that needs no more than so many micro-batches."""
     whole = sum(piece.prompt_tokens + piece.tokens for piece in pieces)
     fits = range(max_tokens, max(max_tokens, whole) + 1)
     return fits[bisect_left(fits, True, key=lambda limit: len(cut_by_tokens(pieces, limit)) <= micro_batches)]
 
 
-def spread(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> list[list[int]]:
+def spread(pieces: Sequence[RowCost], max_tokens: int, micro_batches: int) -> list[list[int]]:
     """The rows of `pieces` in so many micro-batches of at most `max_tokens`, the costliest as cheap as can be."""
     whole = sum(piece.prompt_cost + piece.cost for piece in pieces)
     costs = range(whole + 1)

@@ -48,7 +48,7 @@ Group = list[Trajectory]
 """The completions of one prompt."""
 
 
-class Read(NamedTuple):
+class ReadPrompt(NamedTuple):
     """A prompt as the model reads it."""
 
     token_ids: tuple[int, ...]
@@ -91,7 +91,7 @@ class Collector:
 
     stream: PromptStream
     rows: Any
-    read: Callable[[dict[str, Any]], Read]
+    read: Callable[[dict[str, Any]], ReadPrompt]
     text: Callable[[Sequence[int]], str]
     engine: PolicyEngine
     sampling: Sampling
@@ -265,7 +265,7 @@ class Collector:
     def _begun(self, first: int, places: Sequence[tuple[int, int]], weights: Weights) -> Ahead:
         """A trajectory for each (position, sample), for the engine to draw. Every process must come here, with as many
         or fewer."""
-        reads: dict[int, tuple[dict[str, Any], Read]] = {}
+        reads: dict[int, tuple[dict[str, Any], ReadPrompt]] = {}
         for position, _ in places:
             if position not in reads:
                 row = self.rows[self.stream.row(position)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator, DistributedType
 
-from perl.adapters.none import compute_dtype
+from perl.adapters.none import autocast_dtype
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of, drawn_at_once, pieces_of
 from perl.engines.attention import adopted_from
@@ -111,7 +111,7 @@ def _rules(drawing: Drawing) -> TorchRules:
         generation_config=drawing.generation_config,
         generation_kwargs=drawing.generation_kwargs,
         kernels=drawing.args.attention_kernels,
-        dtype=compute_dtype(drawing.args),
+        dtype=autocast_dtype(drawing.args),
     )
 
 

@@ -198,7 +198,7 @@ class Metrics:
         """Hand all that was added to the log, and start again. Every process must come here.
 
         Args:
-            tolerance: as Comparison has it; nothing is said of a difference within it.
+            tolerance: as SamplerCheck has it; nothing is said of a difference within it.
         """
         names = sorted(set(self.processes.gathered([*self._sums, *(f"max {name}" for name in self._highest)])))
         sums = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True)) if self._sums else {}

@@ -4,7 +4,7 @@
     Passes.logps          all of a batch, without one: by the policy before its updates, the reference
     Passes.values         the critic's, of all of a batch
     Samplers.logps        by the policies that drew: the weights and noise of their versions, a base not quantised
-    Comparison.compare    the engine's log-probabilities with those: another policy ends the run; what lies between the
+    SamplerCheck.compare  the engine's log-probabilities with those: another policy ends the run; what lies between the
                           policy that drew and the one that is trained is measured
 
 Rows are lists of tokens on the host. They go to the device once for each forward: packed into one sequence, where the
@@ -31,7 +31,7 @@ from perl.engines.base import evaluation_mode
 from perl.engines.scheduler import left_pad
 from perl.models.pixels import image_arguments
 from perl.runs.metrics import StepClock, Work, sequences
-from perl.training.batch import Batch, by_prompt, cut_by_tokens, piece_of
+from perl.training.batch import Batch, by_prompt, cut_by_tokens, row_cost
 from perl.training.metrics import Metrics, difference
 from perl.training.packing import TokenOutputs, forward_arguments, pack, packed_work
 
@@ -165,7 +165,7 @@ class Passes:
 def by_tokens(rows: Sequence[Trajectory], max_tokens: int) -> list[list[int]]:
     """The places of `rows`, those of one prompt together, cut where one more row would make a packed sequence longer
     than `max_tokens`. A row that is longer by itself is alone; there is at least one chunk."""
-    pieces = [piece_of(place, rows[place]) for place in by_prompt(rows, range(len(rows)))]
+    pieces = [row_cost(place, rows[place]) for place in by_prompt(rows, range(len(rows)))]
     return cut_by_tokens(pieces, max_tokens) or [[]]
 
 
@@ -225,7 +225,7 @@ class Samplers:
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class SamplerCheck:
     """
     Attributes:
         model: the policy, as the trainer has wrapped it now.
@@ -250,7 +250,7 @@ class Comparison:
     tolerance: float | None = None
 
     @classmethod
-    def of(cls, config: Config, **parts: Any) -> Comparison:
+    def of(cls, config: Config, **parts: Any) -> SamplerCheck:
         """As `config` asks.
 
         Args:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import broadcast_object_list
 
-from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
+from perl.adapters.delivery import base_digest, delivered, digest, from_bytes, put_into, to_bytes
 from perl.base.errors import RunError, UserError
 from perl.device.sharding import Gather, local, resharded
 from perl.engines.base import Engine, Feed
@@ -52,7 +52,7 @@ class PoolLost(RunError):
 
 
 Payload = tuple[bytes, list[float]]
-"""What a policy is made of (perl.adapters.delivery.pack), and the mean squares that relative noise is scaled by."""
+"""What a policy is made of (perl.adapters.delivery.to_bytes), and the mean squares that relative noise is scaled by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class PoolEngine:
     def _packed(self) -> Payload:
         """Inside of `_changing`. Every process must come here."""
         noise = self.local.noise
-        return pack(delivered(self.local.model)), [] if noise is None else list(noise.rms)
+        return to_bytes(delivered(self.local.model)), [] if noise is None else list(noise.rms)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -254,7 +254,7 @@ class PoolEngine:
             held = delivered(policy)  # the shards: a forward inside may leave whole parameters in their places
             kept = {name: local(tensor).clone() for name, tensor in held.items()}
             try:
-                put_into(policy, unpacked(payload[0]))
+                put_into(policy, from_bytes(payload[0]))
                 yield
             finally:
                 with torch.no_grad():

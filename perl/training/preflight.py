@@ -107,7 +107,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
             build_rewards(config.reward.functions, reward_context(config, grader))
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
-    checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
+    checkpoints.require_same_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
     checkpoints.check_made(checkpoint, config.training)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
@@ -127,7 +127,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     if config.algorithm.dynamic_sampling:
-        check_dynamic_sampling(config.training)
+        require_whole_groups(config.training)
     if source:
         source.check_rows(dataset)  # type: ignore[arg-type]
     validation = set_up_validation(config, template, set(dataset[PROBLEM]), conversations)
@@ -247,7 +247,7 @@ def check_engine(config: Config, strategy: str) -> None:
     require_vllm("--config.rollout.engine vllm (or --config.training.use_vllm true)")
 
 
-def check_dynamic_sampling(training: TrainingConfig) -> None:
+def require_whole_groups(training: TrainingConfig) -> None:
     """It fills the part of the batch of each process by itself, and how many prompts that takes is known afterwards: a
     training by epochs can end only where a step does not begin another rollout."""
     assert training.generation_batch_size

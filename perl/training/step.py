@@ -49,7 +49,7 @@ from perl.training.metrics import (
     rollout_metrics,
 )
 from perl.training.packing import Reader
-from perl.training.passes import Comparison, Passes, Samplers
+from perl.training.passes import Passes, SamplerCheck, Samplers
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 
@@ -73,7 +73,7 @@ class Step:
     engine: PolicyEngine
     collector: Collector
     samplers: Samplers
-    comparison: Comparison
+    comparison: SamplerCheck
     passes: Passes
     dealer: Dealer
     critic: Critic | None

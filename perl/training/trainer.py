@@ -38,7 +38,7 @@ from trl.models.utils import (
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from perl.adapters import ADAPTERS
-from perl.adapters.none import compute_dtype
+from perl.adapters.none import autocast_dtype
 from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
@@ -62,13 +62,13 @@ from perl.runs.nonfinite import save_batch
 from perl.runs.process_state import ProcessState, RolloutState
 from perl.runs.vision import language_part
 from perl.training.batch import Batch, Dealer, MicroBatch
-from perl.training.collect import Collector, Read, compared_reward, is_chat, rollout_sampling
+from perl.training.collect import Collector, ReadPrompt, compared_reward, is_chat, rollout_sampling
 from perl.training.critic import Critic
 from perl.training.engines import Drawing, open_engine
 from perl.training.loss import masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import Comparison, Passes, Samplers, require_comparable
+from perl.training.passes import Passes, SamplerCheck, Samplers, require_comparable
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step
@@ -294,14 +294,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             engine=engine,
             collector=self._make_collector(engine, sampling, grade_early, processes),
             samplers=samplers,
-            comparison=Comparison.of(
+            comparison=SamplerCheck.of(
                 config,
                 samplers=samplers,
                 metrics=metrics,
                 clock=self.clock,
                 model=lambda: self.model,
                 sampling=sampling,
-                itemsize=min(policy.dtype.itemsize, compute_dtype(args).itemsize),
+                itemsize=min(policy.dtype.itemsize, autocast_dtype(args).itemsize),
             ),
             passes=passes,
             dealer=self._make_dealer(plan, stand, max_tokens),
@@ -415,16 +415,16 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def policy(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
 
-    def _read(self, row: dict[str, Any]) -> Read:
+    def _read(self, row: dict[str, Any]) -> ReadPrompt:
         prompt = row["prompt"]
         if not is_chat(prompt):
-            return Read(tuple(self._tokenizer(text=prompt)["input_ids"]))
+            return ReadPrompt(tuple(self._tokenizer(text=prompt)["input_ids"]))
         images = tuple(each["bytes"] for each in row.get("images") or ())
         ids = self.template.prompt(prompt, images)
         data = self.config.dataset
         if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
-            return Read(tuple(ids), images)
-        return Read(tuple(truncated(ids, data.max_prompt_length, data.truncation)), images)
+            return ReadPrompt(tuple(ids), images)
+        return ReadPrompt(tuple(truncated(ids, data.max_prompt_length, data.truncation)), images)
 
     def _make_critic(self, plan: PackingPlan, metrics: Metrics) -> Critic:
         if not plan.packed:

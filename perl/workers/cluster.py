@@ -28,7 +28,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.device import RAY_RESOURCE, Devices, Kind
 from perl.workers.local import KILL_S, ProcessLink
-from perl.workers.worker import Batch, Deliver, Failed, WorkerEvent, WorkerSpec
+from perl.workers.worker import Deliver, Failed, RequestBatch, WorkerEvent, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class WorkerActor:
             if number != self._batches:
                 raise LookupError(f"batch {number} came in the place of batch {self._batches}")
             self._batches += 1
-            batch: Batch | None = ray.get(held[0])
+            batch: RequestBatch | None = ray.get(held[0])
             if batch is not None and isinstance(batch.payload, ray.ObjectRef):
                 batch = replace(batch, payload=ray.get(batch.payload))
             self._link.send(batch)
@@ -116,7 +116,7 @@ class ActorLink:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def send(self, batch: Batch | None) -> None:
+    def send(self, batch: RequestBatch | None) -> None:
         # Held, and not an argument itself: Ray has a call wait for a large one, and not the calls after it.
         self._actor.send.remote(self._batches, [ray.put(batch)])
         self._batches += 1

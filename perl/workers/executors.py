@@ -2,7 +2,7 @@
 
 An Executor starts workers; the Link that it returns is the parent's way to one of them:
 
-    parent -> worker   Batch, as often as there is work; None: no more will come
+    parent -> worker   RequestBatch, as often as there is work; None: no more will come
     worker -> parent   Ready, Result for each request, Restart, Failed; None when it is gone, whatever ended it
 """
 
@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from perl.base.errors import UserError
 from perl.device import Devices
 from perl.workers.local import LocalExecutor
-from perl.workers.worker import Batch, Deliver, WorkerSpec
+from perl.workers.worker import Deliver, RequestBatch, WorkerSpec
 
 
 class Link(Protocol):
     """One started worker."""
 
-    def send(self, batch: Batch | None) -> None:
+    def send(self, batch: RequestBatch | None) -> None:
         """Send; that a worker is gone is delivered, not raised."""
         ...
 

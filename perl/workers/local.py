@@ -19,7 +19,7 @@ from typing import Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.workers.worker import FOR_THE_PARENT, Batch, Deliver, Failed, WorkerSpec, run_worker
+from perl.workers.worker import FOR_THE_PARENT, Deliver, Failed, RequestBatch, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ProcessLink:
         self._listener.start()
         self._sender.start()
 
-    def send(self, batch: Batch | None) -> None:
+    def send(self, batch: RequestBatch | None) -> None:
         self._outbox.put(batch)
 
     def _send(self) -> None:

@@ -30,11 +30,11 @@ from perl.records import Completion
 from perl.workers.executors import Executor, Link
 from perl.workers.retries import Retries
 from perl.workers.worker import (
-    Batch,
     Failed,
     Job,
     Ready,
     Request,
+    RequestBatch,
     RequestId,
     Restart,
     Result,
@@ -343,10 +343,10 @@ class WorkerPool:
             for weights, group in itertools.groupby(requests, lambda request: self._weights[request.id]):
                 payload = self._payloads.get(weights)
                 if payload is not None and payload.number != worker.given:
-                    worker.link.send(Batch(weights, list(group), payload.shared))
+                    worker.link.send(RequestBatch(weights, list(group), payload.shared))
                     worker.given = payload.number
                 else:
-                    worker.link.send(Batch(weights, list(group)))
+                    worker.link.send(RequestBatch(weights, list(group)))
 
     def _take(self, count: int) -> list[Request]:
         """Up to `count` pending requests."""

@@ -136,7 +136,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RequestBatch:
     """Requests that the same weights complete. Their images cross the pipe once where they are one object."""
 
     weights: Any
@@ -285,7 +285,7 @@ class Inbox:
         self.payload: Any = None
         """Of the weights that `next_weights` has told of last."""
         self._connection = connection
-        self._received: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[RequestBatch | None] = queue.SimpleQueue()
         self._weights: Any = None
         self._requests: deque[Any] = deque()
         """The rest of a batch, completed by `_weights`."""

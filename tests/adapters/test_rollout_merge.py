@@ -102,7 +102,7 @@ def test_a_trainer_in_bfloat16_samples_in_it(monkeypatch):
 @pytest.mark.parametrize("std", [0.0, 0.5])
 def test_a_base_that_holds_no_adapter_yet_is_not_packed_as_a_sum_of_two(std, monkeypatch):
     packed = []
-    monkeypatch.setattr(rollout_merge, "pack", lambda *args, merged=False: packed.append(merged))
+    monkeypatch.setattr(rollout_merge, "prepack", lambda *args, merged=False: packed.append(merged))
     model = make(std=std)
     with RolloutMerge(model).applied(torch.bfloat16):
         assert packed.count(True) == (len(adapted_layers(model)) if std else 0)

@@ -10,7 +10,7 @@ from perl import device
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.engines import linear
 from perl.engines.hf import HFEngine
-from perl.engines.linear import pack, prepacked, split, unpack
+from perl.engines.linear import prepack, prepacked, split, unpack
 from perl.records import Prompt, Sampling
 from tests.engines.models import completions, decode, make_sequences, prompts, tiny
 from tests.tiny import save_tiny
@@ -52,7 +52,7 @@ def test_products_in_bfloat16_lose_nothing_of_a_small_update(monkeypatch):
     layer, x = nn.Linear(96, 160), torch.randn(3000, 96).bfloat16().float()  # x itself is not rounded then
     results = []
     for each in (weight, weight + update):
-        pack(layer, each, layer.bias, torch.bfloat16, merged=True)
+        prepack(layer, each, layer.bias, torch.bfloat16, merged=True)
         with torch.no_grad():
             results.append(layer(x))
         unpack(layer)
@@ -67,7 +67,7 @@ def test_a_cpu_without_units_for_bfloat16_computes_in_float32(monkeypatch):
     layer, x = nn.Linear(32, 32), torch.randn(2, 32)
     with torch.no_grad():
         expected = layer(x)
-        pack(layer, layer.weight, layer.bias, torch.bfloat16)
+        prepack(layer, layer.weight, layer.bias, torch.bfloat16)
         assert torch.allclose(layer(x), expected, atol=1e-5)
     unpack(layer)
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from perl import device
 from perl.adapters import rollout_merge
-from perl.adapters.delivery import delivered, pack
+from perl.adapters.delivery import delivered, to_bytes
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.engines import runner
@@ -132,8 +132,10 @@ def test_rollouts_are_multiplied_in_the_trainers_dtype_and_validations_in_the_ev
     """Which on a CPU is float32."""
     policy = make_engine(dtype=torch.bfloat16)
     dtypes = []
-    pack = rollout_merge.pack
-    monkeypatch.setattr(rollout_merge, "pack", lambda *args, **kwargs: dtypes.append(args[3]) or pack(*args, **kwargs))
+    prepack = rollout_merge.prepack
+    monkeypatch.setattr(
+        rollout_merge, "prepack", lambda *args, **kwargs: dtypes.append(args[3]) or prepack(*args, **kwargs)
+    )
     drawn(policy)
     assert set(dtypes) == {torch.bfloat16}
     dtypes.clear()
@@ -259,7 +261,7 @@ def test_a_workers_copy_keeps_no_memory_free_for_an_update(monkeypatch, tmp_path
         str(base), rules=make_rules(GenerationConfig(**GENERATION)), load={"dtype": torch.float32}, peft_config=None,
         noise=None,
     )  # fmt: skip
-    sent = pack(delivered(load_model(base, dtype=torch.float32)))
+    sent = to_bytes(delivered(load_model(base, dtype=torch.float32)))
     with copy.holding(Weights(version=0), "first", (sent, [])):
         assert copy.engine.decoder.reserved == 0
 

@@ -17,7 +17,7 @@ import torch
 from peft import get_peft_model
 
 from perl.adapters import ADAPTERS
-from perl.adapters.delivery import delivered, pack, unpacked
+from perl.adapters.delivery import delivered, from_bytes, to_bytes
 from perl.base.errors import UserError
 from perl.config.checks import check_workers
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
@@ -87,7 +87,7 @@ def in_worker(base: Path, dtype: torch.dtype) -> dict[str, Any]:
     def send(name: str, of: Any, weights: Weights, spoiled: Any = lambda tensors: None) -> None:
         tensors = {key: tensor.clone() for key, tensor in delivered(of).items()}
         spoiled(tensors)
-        with copy.holding(weights, name, (pack(tensors), [])) as held:
+        with copy.holding(weights, name, (to_bytes(tensors), [])) as held:
             found["held"][name] = held
             pieces = [dict(copy.stream(prompts[first : first + 8])) for first in (0, 8)]
         found["drawn"][name] = [[piece[place].token_ids for place in sorted(piece)] for piece in pieces]
@@ -172,7 +172,7 @@ def test_what_a_trainer_says_that_it_sent_is_of_scale_adapter_and_noise(tmp_path
         return sent_digest(of, noise, weights, dtype)
 
     same = policy(folder, 5)
-    for name, tensor in unpacked(pack(delivered(sender))).items():
+    for name, tensor in from_bytes(to_bytes(delivered(sender))).items():
         delivered(same)[name].data.copy_(tensor)
     assert digest(same) == digest(sender)
     others = [digest(sender, NOISY), digest(policy(folder, 6)), digest(policy(folder, 5, lora_alpha=16))]

@@ -31,11 +31,11 @@ from perl.workers import cluster
 from perl.workers.cluster import WorkerActor, slots_of
 from perl.workers.executors import make_executor
 from perl.workers.worker import (
-    Batch,
     EngineJob,
     Failed,
     Inbox,
     Ready,
+    RequestBatch,
     Result,
     WeightsSpec,
     WorkerEvent,
@@ -169,9 +169,9 @@ def test_a_worker_that_misses_what_it_is_sent_ends_before_it_takes_more(tmp_path
         )
         link = executor.start(spec, events.put)
         if missed == "a batch":
-            link._actor.send.remote(1, [ray.put(Batch(weights, []))])
+            link._actor.send.remote(1, [ray.put(RequestBatch(weights, []))])
         else:
-            link.send(Batch(weights, [], lost.remote()))
+            link.send(RequestBatch(weights, [], lost.remote()))
         while events.get(timeout=120) is not None:
             pass
         why = link.exit_reason()
@@ -276,7 +276,7 @@ def test_a_large_batch_is_not_overtaken_on_its_way_to_another_node(tmp_path):
         assert isinstance(events.get(timeout=120), Ready)
         lengths = [20_000_000, 1, 2, 10_000_000, 3, 4]
         for length in lengths:
-            link.send(Batch(0, ["x" * length]))
+            link.send(RequestBatch(0, ["x" * length]))
         assert [events.get(timeout=120) for _ in lengths] == [Result((length,), None, 1) for length in lengths]
         link.kill()
         executor.close()

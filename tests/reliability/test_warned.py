@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from perl.config.schema import DatasetConfig
 from perl.models.folders import load_model
 from perl.prompts import ChatTemplate
-from perl.runs.setup import Limits, build_dataset
+from perl.runs.setup import ModelLimits, build_dataset
 from perl.training.grpo import train
 from tests.reliability.place import Place, field
 from tests.tiny import tiny_tokenizer
@@ -23,7 +23,7 @@ def lines(tmp_path, monkeypatch, caplog):
 
     def of(data: str, completion: int = 8, **settings) -> list[str]:
         config = DatasetConfig(dataset_name_or_path=data, **settings)
-        build_dataset(config, ChatTemplate(tiny_tokenizer()), limits=Limits(30, 512), completion=completion)
+        build_dataset(config, ChatTemplate(tiny_tokenizer()), limits=ModelLimits(30, 512), completion=completion)
         return [record.getMessage() for record in caplog.records]
 
     return of

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from perl.training.passes import Comparison, Samplers
+from perl.training.passes import SamplerCheck, Samplers
 
 
 class Nobody(Samplers):
@@ -13,10 +13,10 @@ class Nobody(Samplers):
         return nullcontext()
 
 
-def compared(*, engine: Any, passes: Any, processes: Any, metrics: Any, clock: Any) -> Comparison:
+def compared(*, engine: Any, passes: Any, processes: Any, metrics: Any, clock: Any) -> SamplerCheck:
     samplers = Nobody(engine=engine, passes=passes, processes=processes, gathered=nullcontext, noise=None)
     sampling: Any = None
-    return Comparison(
+    return SamplerCheck(
         samplers=samplers,
         metrics=metrics,
         clock=clock,

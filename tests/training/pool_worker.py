@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from perl.adapters.delivery import delivered, pack
+from perl.adapters.delivery import delivered, to_bytes
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
 from perl.training.pool import _Background
@@ -44,7 +44,7 @@ def train(model: str, folder: Path, lag: int, checkpoint: str | None, settings: 
     finally:
         trainer.step.engine.close()
     with trainer.gathered():
-        return pack(delivered(trainer.policy())), trainer
+        return to_bytes(delivered(trainer.policy())), trainer
 
 
 def hand_out_late(seconds: float) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perl.records import Trajectory
-from perl.training.batch import Batch, Dealer, MicroBatch, Piece, cut_by_tokens, smallest_limit, spread
+from perl.training.batch import Batch, Dealer, MicroBatch, RowCost, cut_by_tokens, smallest_limit, spread
 
 
 def batch(prompts, lengths, advantages, **changes):
@@ -132,7 +132,7 @@ def test_rows_whose_every_token_is_masked_are_left_out(leave_out_zero):
 
 def pieces(*lengths):
     """Rows of prompts of three tokens, by (prompt, tokens of its completion); what they cost is their tokens."""
-    return [Piece(row, (p,), 2, 1 + length, 2, 1 + length) for row, (p, length) in enumerate(lengths)]
+    return [RowCost(row, (p,), 2, 1 + length, 2, 1 + length) for row, (p, length) in enumerate(lengths)]
 
 
 def test_rows_are_cut_where_the_packed_sequence_would_be_too_long():

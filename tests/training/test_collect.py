@@ -24,8 +24,8 @@ from perl.config.load import parse
 from perl.records import Completion, Sampling, Trajectory, Weights, row_seed
 from perl.rewards.score import Rewards
 from perl.training.batch import Batch
-from perl.training.collect import Collector, Read, to_draw
-from perl.training.preflight import check_dynamic_sampling
+from perl.training.collect import Collector, ReadPrompt, to_draw
+from perl.training.preflight import require_whole_groups
 from perl.training.stream import PromptStream
 from tests.trainers import kept_batches, make_trainer, question, reward_tokens, tokens_of
 
@@ -99,7 +99,7 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
     return Collector(
         stream=stream,
         rows=[{"prompt": str(place)} for place in range(len(equal))],
-        read=lambda row: Read((int(row["prompt"]),)),
+        read=lambda row: ReadPrompt((int(row["prompt"]),)),
         text=str,
         engine=Engine(),  # type: ignore[arg-type]
         sampling=Sampling(),
@@ -566,8 +566,8 @@ def test_a_process_without_whole_groups():
     words = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_generations": 4}
     flags = [word for name, value in words.items() for word in (f"--config.training.{name}", str(value))]
     with pytest.raises(UserError, match=r"3 completions of a process .* no whole groups of 4"):
-        check_dynamic_sampling(parse([*flags, "--config.training.per_device_train_batch_size", "1"]).build(4).training)
-    check_dynamic_sampling(parse([*flags, "--config.training.gradient_accumulation_steps", "4"]).build(1).training)
+        require_whole_groups(parse([*flags, "--config.training.per_device_train_batch_size", "1"]).build(4).training)
+    require_whole_groups(parse([*flags, "--config.training.gradient_accumulation_steps", "4"]).build(1).training)
 
 
 def test_a_training_by_epochs_ends_between_steps():
@@ -576,10 +576,10 @@ def test_a_training_by_epochs_ends_between_steps():
     flags = [word for name, value in words.items() for word in (f"--config.training.{name}", str(value))]
     epochs = [*flags, "--config.training.max_steps", "-1", "--config.training.steps_per_generation"]
     with pytest.raises(UserError, match=r"steps_per_generation 2 x num_iterations 1 is no multiple of .*_steps 4; "):
-        check_dynamic_sampling(parse([*epochs, "2"]).build(1).training)
-    check_dynamic_sampling(parse([*epochs, "2", "--config.training.num_iterations", "2"]).build(1).training)
-    check_dynamic_sampling(parse([*epochs, "8"]).build(1).training)
-    check_dynamic_sampling(parse([*epochs, "2", "--config.training.max_steps", "9"]).build(1).training)
+        require_whole_groups(parse([*epochs, "2"]).build(1).training)
+    require_whole_groups(parse([*epochs, "2", "--config.training.num_iterations", "2"]).build(1).training)
+    require_whole_groups(parse([*epochs, "8"]).build(1).training)
+    require_whole_groups(parse([*epochs, "2", "--config.training.max_steps", "9"]).build(1).training)
 
 
 if __name__ == "__main__":

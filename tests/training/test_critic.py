@@ -12,7 +12,7 @@ from perl.algorithms.ppo import gae
 from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.records import Trajectory
-from perl.runs.checkpoints import CRITIC, check_critic
+from perl.runs.checkpoints import CRITIC, require_same_critic
 from perl.training.critic import SCALE, value_loss
 from perl.training.grpo import save_critic
 from perl.training.passes import Passes
@@ -254,12 +254,12 @@ def test_another_critics_checkpoint_is_refused(tmp_path):
     first.save_critic(tmp_path)
     with pytest.raises(UserError, match=r"critic has other shapes.*--config.critic.r"):
         ppo(tmp_path / "b", critic={"r": 8}).step.critic.load(tmp_path)
-    check_critic(str(tmp_path), "ppo", has_critic=True)
-    check_critic(None, "ppo", has_critic=True)
+    require_same_critic(str(tmp_path), "ppo", has_critic=True)
+    require_same_critic(None, "ppo", has_critic=True)
     with pytest.raises(UserError, match=r"it holds a critic, and --config.algorithm.name grpo has none"):
-        check_critic(str(tmp_path), "grpo", has_critic=False)
+        require_same_critic(str(tmp_path), "grpo", has_critic=False)
     with pytest.raises(UserError, match=r"it holds no critic, and --config.algorithm.name ppo has one"):
-        check_critic(str(tmp_path / "b"), "ppo", has_critic=True)
+        require_same_critic(str(tmp_path / "b"), "ppo", has_critic=True)
 
 
 def test_a_reference_and_an_adapter_that_goes_on_leave_the_critic_trained(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
+from perl.adapters.delivery import base_digest, delivered, digest, from_bytes, put_into, to_bytes
 from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
@@ -158,7 +158,7 @@ class Validated(TrainerCallback):
 def test_workers_draw_no_batch_beyond_the_last_one_and_a_steps_batches_by_one_packed_policy(tmp_path, monkeypatch):
     """Two steps of two generation batches each, of two prompts."""
     packs = []
-    monkeypatch.setattr("perl.training.pool.pack", lambda tensors: packs.append(1) or pack(tensors))
+    monkeypatch.setattr("perl.training.pool.to_bytes", lambda tensors: packs.append(1) or to_bytes(tensors))
     model = save_tiny(tmp_path / "model", scale=4.0)
     window = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
     _, trainer, _ = train(model, tmp_path / "run", 1, 1, max_steps=2, num_generations=4, **window)
@@ -400,14 +400,14 @@ def test_what_is_delivered_makes_the_same_policy_and_its_digest_names_it():
         for tensor in delivered(sender).values():
             tensor.add_(1.0)
     assert held(sender) != held(engine)
-    put_into(engine, unpacked(pack(delivered(sender))))
+    put_into(engine, from_bytes(to_bytes(delivered(sender))))
     assert held(sender) == held(engine)
 
 
 def test_every_way_in_which_a_policy_can_arrive_wrong_has_another_digest():
     sent = policy(lora_alpha=8)
     right = held(sent)
-    tensors = unpacked(pack(delivered(sent)))
+    tensors = from_bytes(to_bytes(delivered(sent)))
     half = policy(lora_alpha=8)
     with torch.no_grad():
         next(iter(delivered(half).values())).zero_()  # one matrix was not sent
@@ -421,9 +421,9 @@ def test_every_way_in_which_a_policy_can_arrive_wrong_has_another_digest():
     }
     assert right not in digests.values()
     assert len(set(digests.values())) == 5
-    payload = pack(delivered(sent))
+    payload = to_bytes(delivered(sent))
     with pytest.raises(UserError, match="the policy that was sent can't be read"):
-        unpacked(payload[:-10])
+        from_bytes(payload[:-10])
     del tensors[next(iter(tensors))]
     with pytest.raises(UserError, match="is another than this engine's, which differs in base_model"):
         put_into(half, tensors)

@@ -18,7 +18,7 @@ from benchmarks._nodes import alive
 from perl.records import Completion
 from perl.workers import local
 from perl.workers.local import ProcessLink
-from perl.workers.worker import Batch, Failed, Ready, Result, WorkerSpec
+from perl.workers.worker import Failed, Ready, RequestBatch, Result, WorkerSpec
 
 
 class Job:
@@ -177,7 +177,7 @@ def test_a_worker_that_cannot_read_what_it_is_sent_ends(tmp_path: Path):
     link, events = started(Reader(), tmp_path)
     try:
         assert isinstance(events.get(timeout=120), Ready)
-        link.send(Batch(0, [NotRead()]))
+        link.send(RequestBatch(0, [NotRead()]))
         assert events.get(timeout=60) is None
     finally:
         link.kill()
@@ -242,7 +242,7 @@ def test_a_worker_that_reads_nothing_holds_nobody_up(tmp_path: Path):
     assert isinstance(events[0], Ready)
     os.kill(link._process.pid, signal.SIGSTOP)
     for number in range(3):
-        link.send(Batch(number, [number], payload=bytes(8_000_000)))
+        link.send(RequestBatch(number, [number], payload=bytes(8_000_000)))
     link.kill()
     assert not link._process.is_alive()
     assert events[1:] == [None]
@@ -268,7 +268,7 @@ def test_signals_to_all_processes_leave_a_worker_at_work_from_its_first_moment_o
                 os.kill(link._process.pid, number)
             if moment == 0:
                 assert isinstance(events.get(timeout=120), Ready)
-        link.send(Batch(0, [0]))
+        link.send(RequestBatch(0, [0]))
         assert events.get(timeout=60).id == (-signal.SIGTERM,)
         link.send(None)
         assert events.get(timeout=60) is None

@@ -14,7 +14,7 @@ from perl.adapters.merge import merge_adapter
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
 from perl.records import Prompt, Sampling
-from perl.workers.worker import Batch, Inbox, Request, Restart, Result, WeightsSpec, completed
+from perl.workers.worker import Inbox, Request, RequestBatch, Restart, Result, WeightsSpec, completed
 from tests.tiny import save_tiny
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)
@@ -52,7 +52,7 @@ def through_worker(weights: list[WeightsSpec]) -> list[Result | Restart]:
     ours, theirs = Pipe()
     inbox = Inbox(theirs)
     for place, needed in enumerate(weights):
-        ours.send(Batch(needed, [Request((place, i), prompt) for i, prompt in enumerate(PROMPTS)]))
+        ours.send(RequestBatch(needed, [Request((place, i), prompt) for i, prompt in enumerate(PROMPTS)]))
     ours.send(None)
     engine = ENGINES["hf"](weights[0].model, dtype=weights[0].dtype)
     messages = list(completed(engine, weights[0], inbox))
