@@ -45,6 +45,8 @@ def row_of(folder: Path, program: str = "real") -> dict[str, Any]:
         found = compare(folder / "after_sft" / part, folder / "after_grpo" / part)["datasets"]["test"]
         metric = next(iter(found["metrics"].values()))  # the mean score
         changes[name] = [round(metric[key], 4) for key in ("value", "low", "high")]
+    named = folder.absolute()
+    named = named.relative_to(ROOT) if named.is_relative_to(ROOT) else Path("outputs", named.name)
     made = json.loads((folder / "after_grpo" / "sampled" / "test" / "summary.json").read_text(encoding="utf-8"))
     provenance = made["provenance"]
     return {
@@ -52,7 +54,7 @@ def row_of(folder: Path, program: str = "real") -> dict[str, Any]:
         "grpo_over_sft": changes,
         "stages": {row["stage"]: row["seconds"] for row in course.read_stages(folder) if row["finished"]},
         "settings": settings,
-        "command": f"python -m perl {program} --output_dir {folder} --seed {settings['seed']}",
+        "command": f"python -m perl {program} --output_dir {named} --seed {settings['seed']}",
         "versions": provenance["versions"],
         "git_commit": provenance["git_commit"],
     }
