@@ -10,7 +10,7 @@ from math_verify import parse, verify
 from perl.config.schema import EnvironmentConfig
 from perl.environments.tools import load_environment
 from perl.grading.threads import bound_in_threads
-from tests.environments.scripted import prompts, rows_of, talking
+from tests.environments.scripted import rows_of, talking
 from tests.environments.test_conversation import TOKENIZER, saying, shown
 
 MATHS = '''
@@ -53,7 +53,7 @@ def test_an_environment_that_grades_by_it(answer, reward, tmp_path):
     source = load_environment(EnvironmentConfig(factory=f"{tmp_path}/maths.py:Maths"))
     conversations = talking(TOKENIZER, source=source)
     call = f'<tool_call>{{"name": "submit", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
-    (row,) = conversations.run(rows_of(conversations, 1), saying(call, "so"), prompts())
+    (row,) = conversations.run(rows_of(conversations, 1), saying(call, "so"))
     assert shown(row)[1] == ("tool", str(bool(reward)))
     assert (row.environment_reward, row.failure) == (reward, None)
 
