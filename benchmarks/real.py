@@ -36,8 +36,9 @@ PAGES = {"README.md": ENGLISH, "README_zh.md": CHINESE, "docs/real.md": ENGLISH}
 """Page -> heads of its table."""
 
 
-def row_of(folder: Path, program: str = "real") -> dict[str, Any]:
-    """The line for a list of results of a finished run of `python -m perl PROGRAM`: real, or retool."""
+def row_of(folder: Path, program: str = "real", further: str = "") -> dict[str, Any]:
+    """The line for a list of results of a finished run of `python -m perl PROGRAM`: real, or retool with `further`
+    flags."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     settings = json.loads((folder / course.SETTINGS).read_text(encoding="utf-8"))
     changes = {}
@@ -54,7 +55,7 @@ def row_of(folder: Path, program: str = "real") -> dict[str, Any]:
         "grpo_over_sft": changes,
         "stages": {row["stage"]: row["seconds"] for row in course.read_stages(folder) if row["finished"]},
         "settings": settings,
-        "command": f"python -m perl {program} --output_dir {named} --seed {settings['seed']}",
+        "command": f"python -m perl {program} --output_dir {named} --seed {settings['seed']}{further}",
         "versions": provenance["versions"],
         "git_commit": provenance["git_commit"],
     }

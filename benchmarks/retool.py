@@ -30,10 +30,10 @@ from typing import Any
 from benchmarks import real
 from benchmarks._learning import markdown
 from perl.base.errors import UserError, report_errors
-from perl.base.files import add_row, read_rows
+from perl.base.files import add_row, read_json, read_rows
 from perl.models.folders import load_tokenizer
 from perl.scoring.statistics import seeds_reach
-from perl.tools import retool
+from perl.tools import course, retool
 from perl.tools.stages import ROOT, StageError
 
 RESULTS = ROOT / "docs" / "results" / "retool.jsonl"
@@ -45,9 +45,13 @@ PROBE = 3
 
 
 def command(folder: Path, arm: str, seed: int, sft_rows: int, steps: int, held_out: int) -> list[str]:
-    words = [sys.executable, "-m", "perl", "retool", "--output_dir", str(folder), "--arm", arm, "--seed", str(seed)]
+    words = [sys.executable, "-m", "perl", "retool", "--output_dir", str(folder), "--seed", str(seed)]
     sizes = {"sft_rows": sft_rows, "grpo_rows": GRPO_ROWS, "held_out": held_out, "grpo_steps": steps}
-    return [*words, *(word for name, value in sizes.items() for word in (f"--{name}", str(value)))]
+    return [*words, *flags({"arm": arm} | sizes)]
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def run(words: Sequence[str]) -> None:
@@ -58,9 +62,10 @@ def run(words: Sequence[str]) -> None:
 
 def row_of(folder: Path, tokens: int) -> dict[str, Any]:
     """A finished run's line for the list of results; `tokens` of the rows that SFT had."""
-    times = step_times(folder)
+    times, settings = step_times(folder), read_json(folder / course.SETTINGS)
+    given = flags({name: settings[name] for name in ("arm", "sft_rows", "grpo_rows", "held_out", "grpo_steps")})
     measured = {"steps": len(times), "step_s": round(statistics.median(times), 2), "sft_tokens": tokens}
-    return real.row_of(folder, "retool") | measured
+    return real.row_of(folder, "retool", f" {' '.join(given)}") | measured
 
 
 def step_times(folder: Path) -> list[float]:

@@ -1,7 +1,7 @@
 """A policy on its way to an engine in another process, and the proof that it has arrived.
 
     trainer   delivered(policy) -> to_bytes -> bytes                                digest(...) of what it sends
-    engine    unpack(bytes) into a policy that was built alike -> the model     digest(...) of what it holds then
+    engine    from_bytes(bytes) into a policy that was built alike -> the model     digest(...) of what it holds then
 
 The bytes hold what training changes: the adapter, or all weights where there is none. Both ends compute one digest of
 what they have in memory: these tensors, the scale that each layer multiplies them by, the frozen base, and the norms

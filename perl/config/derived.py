@@ -32,11 +32,6 @@ def rows_stand(training: Any) -> bool:
     return training.loss_type == "bnpo" or of_entropies
 
 
-PASS_TOKENS = 16_384
-"""Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
-by layer."""
-
-
 def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups; a group
     with max_staleness."""

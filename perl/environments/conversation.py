@@ -115,8 +115,6 @@ class Jobs:
     def _leave(self, job: Job) -> Job:
         del self.running[id(job)]
         self._start()
-        if not self.running:
-            self.held.end()
         return job
 
     def _start(self) -> None:
@@ -127,11 +125,19 @@ class Jobs:
             try:
                 if sum(each.name == THREADS for each in threading.enumerate()) >= MOST_THREADS:
                     raise RuntimeError(f"{MOST_THREADS} calls of tools and environments hang; no further one is begun")
-                self.held.begin()
-                threading.Thread(target=self._run, args=(job,), name=THREADS, daemon=True).start()
-            except RuntimeError as error:  # also where the system gives no further thread
+                self._begin(job)
+            except RuntimeError as error:
                 job.error = error
                 self.through.put(job)
+
+    def _begin(self, job: Job) -> None:
+        """Raises RuntimeError where the system gives no further thread."""
+        self.held.begin()
+        try:
+            threading.Thread(target=self._run, args=(job,), name=THREADS, daemon=True).start()
+        except BaseException:
+            self.held.end()
+            raise
 
     def _run(self, job: Job) -> None:
         try:
@@ -139,6 +145,7 @@ class Jobs:
             job.result = job.context.run(job.call)
         except BaseException as error:  # noqa: BLE001  # asyncio's CancelledError, Rust's panics: this thread's alone
             job.error = error
+        self.held.end()  # a call that was left as late may take the lock yet
         self.through.put(job)
 
 

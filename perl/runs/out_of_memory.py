@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import RankError, RunError
-from perl.config.derived import PASS_TOKENS, drawn_at_once
+from perl.config.derived import drawn_at_once, rows_stand
 from perl.config.load import Config
 from perl.config.peft_fields import UNMERGED, reads_of
 from perl.engines.quantised import SCHEMES, by_size
@@ -104,9 +104,9 @@ def changes(phase: str, config: Any) -> Iterator[str]:
     # max_new_tokens null is each task's own, which is not known here.
     if rewarded and phase == "validation" and config.validation.max_new_tokens:
         yield halved("cuts long answers", "validation.max_new_tokens", int(config.validation.max_new_tokens))
-    if rewarded and phase == "rollout" and not draws:  # the trainer compares itself with what workers have drawn
-        now = training.max_tokens_per_microbatch or PASS_TOKENS
-        yield halved("same batch, slower", "training.max_tokens_per_microbatch", now)
+    passes = rewarded and phase == "rollout" and not draws  # the trainer's, over what workers have drawn
+    if passes and training.max_tokens_per_microbatch and not rows_stand(training):
+        yield halved("same batch, slower", "training.max_tokens_per_microbatch", training.max_tokens_per_microbatch)
     if draws and phase in ("rollout", "prepare", "reward", "advantages") and (parts := smaller_rollouts(training)):
         yield change("same batch, sampled in parts", {"training.steps_per_generation": parts})
     if phase in ("old_logps", "update") and training.per_device_train_batch_size > 1:

@@ -23,9 +23,9 @@ SCHEMAS = {
     "guide": "prompt, answer",
     "prompt": "prompt, question or problem alone",
 }
-OF_TOOLS = {"assistant": ("tool_calls",), "tool": ("name",)}
-"""By role, what chat templates word besides the content. It is refused, and not kept: Arrow would make one type of all
-calls' arguments."""
+CALLS = "tool_calls"
+"""Of a message, which chat templates word besides the content. It is refused, and not kept: Arrow would make one type
+of all calls' arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,9 @@ def _prompted(schema: str, prompt: Any, gold: Any, source: str | None, where: st
     for place, message in enumerate(prompt if isinstance(prompt, list) else [None]):
         has = message if isinstance(message, dict) else {}
         role, content = has.get("role"), has.get("content")
-        lost = next((name for name in OF_TOOLS.get(str(role), ()) if _holds(has.get(name))), None)
-        if lost:
+        if _holds(has.get(CALLS)):
             raise UserError(
-                f"{where}: message {place} of prompt has {lost}, which would be lost; write calls and their answers as"
+                f"{where}: message {place} of prompt has {CALLS}, which would be lost; write calls and their answers as"
                 " text, in the messages' content"
             )
         if not isinstance(role, str) or not isinstance(content, str):

@@ -105,7 +105,7 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
 def _split_of(file: Path, known: Sequence[str]) -> str:
     """The split that a word of a file's name says, or the task's only one."""
     words = re.findall("[a-z]+", file.stem.lower())  # "latest" and "contest" say nothing
-    named = [split for split in SPLITS if split in words]
+    named = [split for split in SPLITS if any(word.startswith(split) for word in words)]
     if len(named) == 1:
         return named[0]
     if len(known) == 1:

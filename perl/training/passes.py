@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from perl.base.errors import RankError, UserError
-from perl.config.derived import PASS_TOKENS, batches_ahead, correction_of
+from perl.config.derived import batches_ahead, correction_of
 from perl.device import to_device
 from perl.engines.base import evaluation_mode
 from perl.engines.scheduler import left_pad
@@ -57,6 +57,9 @@ at different places (autocast, packing, the cache): random weights, whose every 
 logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
 layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
 SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
+PASS_TOKENS = 16_384
+"""Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
+by layer."""
 
 
 @dataclass(slots=True, kw_only=True)

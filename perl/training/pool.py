@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -267,7 +268,9 @@ class PoolEngine:
         held = self._payloads[version]
         assert held is not None
         payload, rms = held
-        policy = None if own else torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is read alone
+            policy = None if own else torch.frombuffer(payload, dtype=torch.uint8)
         return {"policy": policy, "rms": rms, "piece_size": self._size}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:

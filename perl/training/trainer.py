@@ -42,7 +42,7 @@ from perl.adapters.none import autocast_dtype
 from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
-from perl.config.derived import PASS_TOKENS, batches_ahead, correction_of, rows_stand
+from perl.config.derived import batches_ahead, correction_of, rows_stand
 from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
@@ -68,7 +68,7 @@ from perl.training.engines import Drawing, open_engine
 from perl.training.loss import masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import Passes, SamplerCheck, Samplers, require_comparable
+from perl.training.passes import PASS_TOKENS, Passes, SamplerCheck, Samplers, require_comparable
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step
@@ -625,7 +625,7 @@ class LastStep(TrainerCallback):
         micro_batches: that were trained by then.
         random_numbers: the states of torch's generator and of the accelerator's, from which a checkpoint goes on: in a
             new epoch the data loader draws before the next step begins, and does so again in a resumed run.
-        state: what the process held; None where no generation batch begins amid the next step.
+        state: what the process held; None where workers draw nothing amid the next step.
         tokens: TrainerState.num_input_tokens_seen.
     """
 
@@ -649,7 +649,8 @@ class LastStep(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Of a resumed run too, whose first step ends no other."""
         self.state, window = None, self.trainer._window()
-        if state.global_step and window - self.micro_batches % window < args.gradient_accumulation_steps:
+        amid = window - self.micro_batches % window < args.gradient_accumulation_steps
+        if self.trainer.step.engine.remote and state.global_step and amid:
             now = self.trainer.process_state()
             self.state, self.tokens = replace(now, run=copy.deepcopy(now.run)), state.num_input_tokens_seen
 

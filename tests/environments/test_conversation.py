@@ -444,8 +444,10 @@ def test_a_process_ends_though_threads_of_a_tool_go_on(last, code, said):
     assert said in done.stderr
 
 
-def test_a_tool_that_holds_the_interpreters_lock_ends_the_process_with_its_stack():
-    """No thread could leave it: each needs the lock. One that has answered in time ends nothing."""
+@pytest.mark.parametrize("late", [0.0, 1.5])
+def test_a_tool_that_holds_the_interpreters_lock_ends_the_process_with_its_stack(late):
+    """No thread could leave it: each needs the lock. One that has answered in time ends nothing; one that was left as
+    late, and takes the lock then, does."""
     program = """if True:
         import re, sys, time
         from tests.environments.test_conversation import asked, saying, talk
@@ -456,6 +458,7 @@ def test_a_tool_that_holds_the_interpreters_lock_ends_the_process_with_its_stack
             Args:
                 word: In it.
             '''
+            time.sleep(float(sys.argv[1]) if len(word) > 1 else 0.0)
             return str(re.match("(a+)+$", word))
 
         talk(saying(asked("grep"), "so"), grep, tool_timeout_s=0.5)
@@ -463,8 +466,9 @@ def test_a_tool_that_holds_the_interpreters_lock_ends_the_process_with_its_stack
         sys.stdout.write("in time")
         sys.stdout.flush()
         talk(saying(asked("grep").replace('"a"', '"%sb"' % ("a" * 99)), "so"), grep, tool_timeout_s=0.5)
+        time.sleep(60)
     """
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, str(late)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "in time")
     assert done.stderr.startswith("Timeout (0:00:0")

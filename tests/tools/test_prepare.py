@@ -152,7 +152,14 @@ def test_a_bench_is_a_test_set(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    [("latest", "train"), ("contest_2", "train"), ("dapo-train-00000-of-00001", "train"), ("Test2", "test")],
+    [
+        ("latest", "train"),
+        ("contest_2", "train"),
+        ("dapo-train-00000-of-00001", "train"),
+        ("Test2", "test"),
+        ("testset", "test"),
+        ("training", "train"),
+    ],
 )
 def test_a_whole_word_of_a_files_name_says_its_split(tmp_path, name, split):
     source = write(tmp_path / f"{name}.jsonl", [dapo_row("Find 1.", "1")])

@@ -141,10 +141,10 @@ def test_a_workers_error_gets_advice_for_what_workers_hold():
 
 
 def test_a_trainer_that_draws_nothing_computes_fewer_tokens_at_once():
-    assert flags("rollout", **BATCH, rollout__workers=1)[:2] == [
-        "--config.training.max_tokens_per_microbatch 8192",
-        "--config.training.max_completion_length 512",
-    ]
+    bounded = {"rollout__workers": 1, "training__max_tokens_per_microbatch": 8192}
+    shorter = "--config.training.max_completion_length 512"
+    assert flags("rollout", **BATCH, rollout__workers=1)[0] == shorter
+    assert flags("rollout", **BATCH, **bounded)[:2] == ["--config.training.max_tokens_per_microbatch 4096", shorter]
 
 
 def test_errors_of_old_and_new_libraries_are_recognised():
