@@ -225,7 +225,8 @@ def _after_another_system_turn(config: EvalConfig, dataset: dict[str, Any]) -> s
     text = dataset.get("system_prompt")
     if not isinstance(text, str) or text == config.system_prompt:
         return None
-    return f"with other prompts: write --system_prompt {shlex.quote(text)}"
+    word = shlex.quote(text) if text.isprintable() else f"$'{repr(text + chr(34))[1:-2]}'"  # bash's own escapes
+    return f"with other prompts: write --system_prompt {word}"
 
 
 DIFFERS: dict[str, Callable[[EvalConfig, dict[str, Any]], str | None]] = {

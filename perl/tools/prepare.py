@@ -87,7 +87,11 @@ def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row,
         return
     for source in map(Path, sources):
         path = user_path(source)
-        names = splits_of(path) if path.is_dir() else {_split_of(path, known): find_files(path, None)}
+        if path.is_dir():
+            names = splits_of(path)
+        else:
+            found = find_files(path, None)  # a file that is not there has no name to complain of
+            names = {_split_of(path, known): found}
         for split, files in names.items():
             for file in files:
                 yield from ((split, row, where) for row, where in read_rows(file))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -107,6 +108,17 @@ def test_the_evaluation_says_what_system_prompt_stood_in_training(config, tmp_pa
         f"{tmp_path}/run/adapter was trained with other prompts: write --system_prompt"
         """ 'It'"'"'s sums.'"""
     )
+
+
+def test_a_system_prompt_of_several_lines_is_said_in_one(config, tmp_path, caplog):
+    text = 'It\'s "so":\n\tbe brief \\ end'
+    (tmp_path / "config.yaml").write_text(json.dumps({"dataset": {"system_prompt": text}}))
+    warn_of_training(config, [tmp_path / "adapter"])
+    said = caplog.records[0].getMessage()
+    assert "\n" not in said
+    word = said.partition("--system_prompt ")[2]
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, text=True, check=True)
+    assert done.stdout == text
 
 
 def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config, tmp_path, caplog):

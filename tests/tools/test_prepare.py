@@ -168,6 +168,8 @@ def test_a_whole_word_of_a_files_name_says_its_split(tmp_path, name, split):
 
 
 def test_mistakes(tmp_path):
+    with pytest.raises(UserError, match=r"nothere\.jsonl: no such file or folder"):  # whatever its name does not say
+        run("gsm8k", "--local_save_dir", str(tmp_path), "--source", str(tmp_path / "nothere.jsonl"))
     unnamed = write(tmp_path / "rows.jsonl", [gsm8k_row(1)])
     with pytest.raises(UserError, match="the name must say train or test"):
         run("gsm8k", "--local_save_dir", str(tmp_path), "--source", unnamed)
