@@ -10,7 +10,8 @@ two of the splits (perl.tools.retool.make_rows). Both arms get the same time and
 come:
 
     SFT    rows of as many tokens, prompts included, as the tool's
-    GRPO   as many steps as take the time of the tool's, each by the median of its steps on this machine
+    GRPO   as many steps as take the time of the tool's, each by the median of PROBE steps, one arm timed after the
+           other on the machine that `text` is run on
 
 so that `text` needs the tool's line of its seed. It is solved in writing as models of this size do best: the long
 factor times each digit of the short one, and running sums.
@@ -123,13 +124,14 @@ def run_all(arms: Sequence[str], seeds: Sequence[int], work: Path, output: Path)
 
 
 def text_run(folder: Path, seed: int, tool: Mapping[str, Any]) -> int:
-    """The arm in writing, with the tokens and seconds of the tool's run; returns its tokens of SFT."""
-    probe = folder.with_name(f"{folder.name}_probe")
-    count = 4 * SFT_ROWS
-    run(command(probe, "text", seed, SFT_ROWS, PROBE, 1))
-    lengths = tokens_of("text", seed, count, probe / "model")
+    """The arm in writing, with as many tokens as the tool's and as much time; returns its tokens of SFT."""
+    probes = {arm: folder.with_name(f"{folder.name}_probe_{arm}") for arm in ARMS}
+    for arm, probe in probes.items():
+        run(command(probe, arm, seed, SFT_ROWS, PROBE, 1))
+    lengths = tokens_of("text", seed, 4 * SFT_ROWS, probes["text"] / "model")
     rows = as_many(lengths, tool["sft_tokens"])
-    run(command(folder, "text", seed, rows, steps_in(tool["steps"] * tool["step_s"], step_times(probe)), HELD_OUT))
+    steps = steps_in(tool["steps"] * statistics.median(step_times(probes["tool"])), step_times(probes["text"]))
+    run(command(folder, "text", seed, rows, steps, HELD_OUT))
     return sum(lengths[:rows])
 
 

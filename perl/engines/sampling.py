@@ -8,6 +8,7 @@ vocabulary of 152k, where every row needs its own call of multinomial.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 NUCLEUS_GUESS = 1024
 """On a CPU top-p looks for its nucleus among this many best tokens before it sorts the whole vocabulary. An accelerator
 sorts at once: to look first would make the host wait for it at every token."""
+CPU_NUMBERS = 2**19
+"""Logits that a CPU draws from at once: what is computed of them (four arrays of their size) stays in its cache."""
 
 
 def validate(sampling: Sampling) -> None:
@@ -87,6 +90,23 @@ def sample(
         tokens int64 [rows], and their log-probabilities float32 [rows] as TRL's trainer computes them:
         log_softmax(model logits / temperature), without penalty or truncation; greedy counts as temperature 1.
     """
+    import torch
+
+    given, rows = (logits, uniform, seen, model_logits), max(2, CPU_NUMBERS // logits.shape[-1])
+    if logits.device.type != "cpu" or len(logits) <= rows:
+        return _sample(sampling, *given)
+    parts = zip(*(itertools.repeat(None) if each is None else each.split(rows) for each in given), strict=False)
+    tokens, logprobs = zip(*(_sample(sampling, *part) for part in parts), strict=True)  # type: ignore[arg-type]
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _sample(
+    sampling: Sampling,
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    seen: torch.Tensor | None,
+    model_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     greedy = sampling.temperature == 0
     temperature = 1.0 if greedy else sampling.temperature
     if sampling.repetition_penalty != 1:

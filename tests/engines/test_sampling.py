@@ -6,6 +6,7 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+import perl.engines.sampling
 from perl.base.errors import UserError
 from perl.engines.sampling import NUCLEUS_GUESS, filter_logits, sample, uniforms, validate
 from perl.records import Sampling
@@ -144,3 +145,15 @@ def test_impossible_values_are_user_errors():
         validate(Sampling(top_p=0.0))
     with pytest.raises(UserError, match="temperature: -1"):
         validate(Sampling(temperature=-1))
+
+
+def test_a_cpu_draws_from_few_rows_at_once_what_it_draws_from_all(monkeypatch):
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    uniform = torch.from_numpy(uniforms(np.arange(7), np.full(7, 3)))
+    seen = torch.arange(50) % 3 == torch.arange(7)[:, None] % 3
+    sampling = Sampling(temperature=0.7, top_k=20, repetition_penalty=1.3)
+    whole = sample(logits, sampling, uniform, seen=seen, model_logits=2 * logits)
+    monkeypatch.setattr(perl.engines.sampling, "CPU_NUMBERS", 3 * 50)
+    parts = sample(logits, sampling, uniform, seen=seen, model_logits=2 * logits)
+    assert torch.equal(parts[0], whole[0])
+    torch.testing.assert_close(parts[1], whole[1])
