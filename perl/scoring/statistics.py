@@ -99,17 +99,20 @@ def _majority(votes: Sequence[tuple[str | None, float]]) -> float:
     return sum(tied) / len(tied)
 
 
-def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable]) -> Estimate:
+def clustered_bootstrap(
+    values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0, most: float = 1.0
+) -> Estimate:
     """Mean of `values` with a percentile interval from resampling whole clusters; the same samples give the same one.
 
     Values of one cluster are not independent (a problem that occurs twice), so clusters are drawn, with replacement,
-    and the mean is taken over all values in those drawn. Where all values are 0, or all are 1, there is nothing to
-    resample and the bootstrap would claim certainty: the exact binomial bound (Clopper-Pearson) over the clusters
-    stands in its place.
+    and the mean is taken over all values in those drawn. Where all values are equal there is nothing to resample and
+    the bootstrap would claim certainty. The exact binomial bound (Clopper-Pearson) over the clusters stands in its
+    place: at most a share of 1 - 0.025^(1/m) of all problems has another value, which may be `least` or `most`.
 
     Args:
         values: one number a problem.
         clusters: the cluster of each value.
+        least, most: what a number may be; one that lies beyond is its own bound.
     """
     if not values:
         return Estimate(math.nan, math.nan, math.nan)
@@ -118,9 +121,9 @@ def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable]) -
     number_of = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
     index, count = np.asarray([number_of[cluster] for cluster in clusters]), len(number_of)
     tail = (1.0 - CONFIDENCE) / 2.0
-    if value in (0.0, 1.0) and (numbers == value).all():
-        reach = 1.0 - tail ** (1.0 / count)
-        return Estimate(value, 0.0, reach) if value == 0.0 else Estimate(value, 1.0 - reach, 1.0)
+    if (numbers == numbers[0]).all():
+        value, others = float(numbers[0]), 1.0 - tail ** (1.0 / count)
+        return Estimate(value, value - max(0.0, value - least) * others, value + max(0.0, most - value) * others)
     sums, sizes = np.bincount(index, weights=numbers), np.bincount(index)
     generator = np.random.default_rng(0)
     means = np.empty(RESAMPLES)
@@ -147,16 +150,10 @@ def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]
     numbers = np.asarray(differences, dtype=np.float64)
     index = np.unique(np.asarray([str(cluster) for cluster in clusters]), return_inverse=True)[1]
     count = int(index.max()) + 1
-    value = float(numbers.mean())
+    value, low, high = clustered_bootstrap(numbers.tolist(), clusters, least=-1.0)
     sums = np.bincount(index, weights=numbers - value)
     error = math.sqrt(count / (count - 1) * float(np.square(sums).sum())) / len(numbers) if count > 1 else math.inf
     changed = len(set(index[numbers != 0]))
-    if changed == 0:
-        reach = 1.0 - 0.025 ** (1.0 / count)
-        return PairedDifference(0.0, -reach, reach, min(1.0, FEWEST / count), "none")
-    sign = -1.0 if (numbers == -1).all() else 1.0  # the bootstrap's exact bound knows 0 and 1 only
-    bounds = clustered_bootstrap((sign * numbers).tolist(), clusters)
-    low, high = sorted((sign * bounds.low, sign * bounds.high))
     shown = changed >= FEWEST and not low <= 0 <= high
     detectable = min(1.0, max((1.959964 + 0.841621) * error, FEWEST / count if error == 0 else 0.0))
     return PairedDifference(value, low, high, detectable, ("better" if value > 0 else "worse") if shown else "none")

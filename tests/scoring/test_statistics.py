@@ -100,6 +100,15 @@ def test_all_right_and_all_wrong_keep_an_interval():
     assert clustered_bootstrap([1.0], [0]).low == pytest.approx(0.025)
 
 
+def test_equal_fractions_keep_an_interval():
+    """So does one problem with 6 of 8 samples right: a share of 1 - 0.025^(1/m) of all problems may be another, all
+    wrong or all right."""
+    assert clustered_bootstrap([0.75], [0]) == pytest.approx((0.75, 0.75 - 0.75 * 0.975, 0.75 + 0.25 * 0.975))
+    ten = clustered_bootstrap([0.5] * 20, [*range(10)] * 2)  # ten clusters: 1 - 0.025^(1/10) = 0.3085
+    assert ten == pytest.approx((0.5, 0.5 - 0.5 * 0.30850, 0.5 + 0.5 * 0.30850), abs=1e-5)
+    assert clustered_bootstrap([2.0] * 10, range(10)) == pytest.approx((2.0, 2.0 - 2 * 0.30850, 2.0), abs=1e-5)
+
+
 def test_no_problems_give_nan():
     assert np.isnan(clustered_bootstrap([], []).value)
 
@@ -113,9 +122,9 @@ def test_students_t_by_the_tables():
 
 def test_over_seeds_widens_the_problems_interval_by_that_of_the_seeds():
     problems = [str(i) for i in range(10)]
-    flat = over_seeds([[0.4] * 10, [0.5] * 10, [0.6] * 10], problems)  # no problem differs from another
-    assert flat.value == pytest.approx(0.5)
-    assert (flat.low, flat.high) == (pytest.approx(0.5 - 0.248414, abs=1e-5), pytest.approx(0.5 + 0.248414, abs=1e-5))
+    flat = over_seeds([[0.4] * 10, [0.5] * 10, [0.6] * 10], problems)  # no problem differs from another: 0.5 * 0.30850
+    reach = math.hypot(0.248414, 0.5 * 0.30850)
+    assert flat == pytest.approx((0.5, 0.5 - reach, 0.5 + reach), abs=1e-5)
     one = [[1.0] * 4 + [0.0] * 6]
     assert over_seeds(one, problems) == pytest.approx(clustered_bootstrap(one[0], problems))
     equal = over_seeds(one * 3, problems)  # seeds that agree leave the problems' interval
@@ -126,11 +135,15 @@ def test_over_seeds_widens_the_problems_interval_by_that_of_the_seeds():
 
 def test_a_change_is_shown_by_seeds_and_problems_together():
     problems = [str(i) for i in range(10)]
-    shown = paired_over_seeds([[0.2] * 10, [0.3] * 10, [0.4] * 10], problems)
+
+    def change(*means: float):
+        return paired_over_seeds([[mean - 0.001, mean + 0.001] * 5 for mean in means], problems)
+
+    shown = change(0.2, 0.3, 0.4)
     assert shown.value == pytest.approx(0.3)
-    assert (shown.low, shown.verdict) == (pytest.approx(0.3 - 0.248414, abs=1e-5), "better")
-    assert paired_over_seeds([[-0.2] * 10, [-0.3] * 10, [-0.4] * 10], problems).verdict == "worse"
-    assert paired_over_seeds([[0.1] * 10, [0.3] * 10, [0.5] * 10], problems).verdict == "none"  # 0.3 - 0.497
+    assert (shown.low, shown.verdict) == (pytest.approx(0.3 - 0.248414, abs=1e-4), "better")
+    assert change(-0.2, -0.3, -0.4).verdict == "worse"
+    assert change(0.1, 0.3, 0.5).verdict == "none"  # 0.3 - 0.497
     few = [[0.3] * 5 + [0.0] * 5] * 3  # five problems differ
     assert paired_over_seeds(few, problems).verdict == "none"
     one = [0.5] * 8 + [-0.5] * 2
