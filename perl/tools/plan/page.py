@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from perl.adapters.checks import STRATEGIES
-from perl.device import OWN_QUANTIZES, VLLM_QUANTIZES
+from perl.device import HAS_BITSANDBYTES, OWN_QUANTIZES, VLLM_QUANTIZES
 from perl.engines.quantised import by_size
 from perl.tools.plan.devices import SIZES
 from perl.tools.plan.memory import (
@@ -72,7 +72,8 @@ class Plan:
             known = VLLM_QUANTIZES if self.job.engine == "vllm" else OWN_QUANTIZES
             for name in by_size(known[self.device.kind]):
                 yield f"rollouts in {name}", dataclasses.replace(whole, quantization=name)
-        if self.job.engine != "vllm" and self.job.parallel not in STRATEGIES:
+        loads = self.job.parallel not in STRATEGIES and HAS_BITSANDBYTES[self.device.kind]
+        if self.job.engine != "vllm" and loads:
             yield "loaded in 4 bits", dataclasses.replace(whole, loaded=NF4)
 
     def with_room(self, job: Job, capacity: int) -> Job:

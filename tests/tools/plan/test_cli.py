@@ -196,6 +196,12 @@ def test_what_splits_weights_is_not_offered_to_a_base_in_4_bits(plan):
     assert json.loads(plan(*flags, "--parallel", "zero3"))["by_quantisation"].keys() == {"as it is"}
 
 
+def test_a_base_in_4_bits_is_offered_where_bitsandbytes_has_kernels(plan):
+    for device, offered in (("910b", False), ("h100", True), ("cpu", True)):
+        found = json.loads(plan(RECIPE, MODEL, QWEN, "--device", device, "--json"))
+        assert ("loaded in 4 bits" in found["by_quantisation"]) == offered
+
+
 def test_rollouts_by_a_copy_on_a_cpu(plan):
     flags = RECIPE, MODEL, QWEN, "--device", "cpu", "--config.rollout.quantization", "int8_w8a8"
     found = json.loads(plan(*flags, "--json"))
