@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from perl.config.load import parse
 from perl.device import START_VARIABLES
 from perl.tools.doctor.versions import SET, TABLE
 from tests.docs_commands import LAUNCH, ROOT, commands
@@ -51,6 +52,20 @@ def test_versions_are_the_doctors(page):
     least = TABLE["driver"][".".join(SET.cann.split(".")[:2])]
     assert re.search(rf"\b{re.escape(least)} (or newer|及以上)", text), least
     assert SET.cann in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_first_answer_to_out_of_memory_is_a_smaller_forward_of_the_same_update(page):
+    program = ("bash", LAUNCH, "--recipe")
+    (flags,) = [
+        command.words[2:]
+        for command in commands(page)
+        if command.words[:3] == program and "--config.training.gradient_accumulation_steps" in command.words
+    ]
+    before, after = (parse([*words]).values.training for words in (flags[:2], flags))
+    assert after.per_device_train_batch_size < before.per_device_train_batch_size
+    updates = {one.per_device_train_batch_size * one.gradient_accumulation_steps for one in (before, after)}
+    assert updates == {16}
 
 
 WORKER = r"""
