@@ -231,7 +231,7 @@ class StepClock(TrainerCallback):
             *(self._seconds[phase] for phase in PHASES),
             self._tokens,
             self._flops,
-            *((memory.allocated / 1e9, memory.reserved / memory.total) if memory else (0.0, 0.0)),
+            *((memory.allocated / 2**30, memory.reserved / memory.total) if memory else (0.0, 0.0)),
         )
         # float32: HCCL takes no float64. Tokens are exact up to 2^24 a process and step.
         rows: Any = self.gather(torch.tensor([measured], dtype=torch.float32, device=args.device)).tolist()

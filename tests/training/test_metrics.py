@@ -226,6 +226,13 @@ def test_seconds_go_to_the_innermost_phase_and_are_summed_over_micro_batches():
     assert timing[1] == {"rollout": 1.0, "reward": 0.0, "old_logps": 0.0, "update": 2.0, "step": 4.0}
 
 
+def test_memory_is_in_2_to_the_30_bytes_as_verls(monkeypatch):
+    monkeypatch.setattr(device, "peak_memory", lambda: device.Memory(3 * 2**30, 4 * 2**30, 8 * 2**30))
+    clock, hands, found = make_clock()
+    step_of(clock, hands, extra=1.0)
+    assert (found[0]["perf/max_memory_allocated_gb"], found[0]["perf/hbm_utilization"]) == (3.0, 0.5)
+
+
 def test_tokens_are_those_that_are_trained_on():
     clock, hands, found = make_clock(TINY)
     clock.count_trained(50)  # of no step
