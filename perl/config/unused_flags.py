@@ -53,6 +53,11 @@ def scaled(v: Namespace) -> bool:
     return of_grpo or uses(v, "training.scale_rewards")
 
 
+def tells_wandb(v: Namespace) -> bool:
+    asked = v.training.report_to
+    return not {"wandb", "all"}.isdisjoint([asked] if isinstance(asked, str) else asked or ())
+
+
 def never(v: Namespace) -> bool:
     return False
 
@@ -75,6 +80,18 @@ OF_ANY_TRAINING: tuple[Rule, ...] = (
     ),
     Rule(("training.weight_decay",), lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
     unread("trust_remote_code", "models and tokenizers are loaded by transformers' own code"),
+    only_with("training.save_steps", "training.save_strategy", "steps"),
+    Rule(
+        ("training.save_total_limit",),
+        lambda v: v.training.save_strategy != "no",
+        "training.save_strategy is no: a run that is stopped alone writes a checkpoint",
+    ),
+    Rule(
+        ("training.warmup_steps",),
+        lambda v: v.training.lr_scheduler_type != "constant",
+        "training.lr_scheduler_type constant has no warm-up; constant_with_warmup has",
+    ),
+    Rule(("logging.wandb_project",), tells_wandb, "training.report_to does not name wandb"),
 )
 """Of perl.train and perl.sft."""
 
@@ -213,6 +230,11 @@ RULES: tuple[Rule, ...] = (
     unread("pad_to_multiple_of", "micro-batches are packed, or padded to their longest row"),
     unread("ref_model_", "the reference is the model that the run begins with, and never changes"),
     only_with("training.log_unique_prompts training.num_completions_to_print", "training.log_completions", True),
+    Rule(
+        ("reward.deadline_s",),
+        lambda v: "accuracy" in v.reward.functions or bool(v.validation.datasets),
+        "reward.functions does not hold accuracy, and nothing is validated",
+    ),
 )
 
 

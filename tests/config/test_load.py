@@ -16,6 +16,7 @@ from perl.base.errors import UserError
 from perl.config.derived import correction_of, scored_quantizations
 from perl.config.load import NOT_TAKEN, parse
 from perl.config.schema import GROUPS
+from perl.config.sft import parse as parse_sft
 from perl.config.training import TrainingConfig
 from perl.config.unused_flags import RULES, Rule, never
 from perl.training.preflight import check_training
@@ -637,6 +638,32 @@ def test_fields_that_a_run_cannot_follow_are_refused(name, value):
 def test_fields_of_trl_that_perl_does_otherwise_are_warned_of(flags, said):
     (line,) = parse([word if i % 2 else f"--config.training.{word}" for i, word in enumerate(flags.split())]).warnings
     assert said in line
+
+
+@pytest.mark.parametrize("read", [parse, parse_sft], ids=["train", "sft"])
+@pytest.mark.parametrize(
+    ("flag", "without", "because", "with_it"),
+    [
+        ("training.save_steps 10", "training.save_strategy no", "training.save_strategy is not steps", "steps"),
+        ("training.save_total_limit 2", "training.save_strategy no", "training.save_strategy is no", "epoch"),
+        ("training.warmup_steps 10", "training.lr_scheduler_type constant", "constant has no warm-up", "cosine"),
+        ("logging.wandb_project p", "training.report_to none", "does not name wandb", '["tensorboard","wandb"]'),
+    ],
+)
+def test_flags_of_what_is_not_done_are_warned_of(read, flag, without, because, with_it):
+    given, other = (f"--config.{words}".split() for words in (flag, without))
+    (said,) = read([*given, *other]).warnings
+    assert said.startswith(f"{given[0]} has no effect: ")
+    assert because in said
+    assert read([*given, other[0], with_it]).warnings == []
+
+
+def test_a_deadline_of_grading_is_for_what_grades():
+    deadline = "--config.reward.deadline_s", "3", "--config.reward.functions"
+    (said,) = parse([*deadline, '["strict","overlong"]']).warnings
+    assert said.startswith("--config.reward.deadline_s has no effect: reward.functions does not hold accuracy")
+    assert parse([*deadline, '["strict","accuracy"]']).warnings == []
+    assert parse([*deadline, '["strict"]', "--config.validation.datasets", '["gsm8k"]']).warnings == []
 
 
 @pytest.mark.parametrize("text", ["[1]", "{bad", "word"])
