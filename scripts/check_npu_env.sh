@@ -19,7 +19,8 @@ candidates=()
 if [ -n "${PYTHON:-}" ]; then
     candidates+=("$PYTHON") # the user's choice, and no other: a different environment would be the wrong answer
 else
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then candidates+=(python); fi
+    # An environment that is active was chosen, but for conda's base, which every shell begins with. As dapo_lora_npu.sh.
+    if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then candidates+=(python); fi
     candidates+=("$root/.venv-npu/bin/python" "$root/.venv/bin/python")
     candidates+=(python3.11 python3 python3.12 python3.13 python3.10 python3.9 python)
 fi

@@ -91,6 +91,33 @@ def test_on_a_plain_cpu(tmp_path, model, sums, processes):
     assert json.loads((folder / "environment.json").read_text())["num_processes"] == processes
 
 
+@pytest.mark.parametrize(
+    ("active", "chosen"),
+    [
+        ({}, ".venv"),
+        ({"VIRTUAL_ENV": "other"}, "other"),
+        ({"CONDA_PREFIX": "other", "CONDA_DEFAULT_ENV": "npu"}, "other"),
+        ({"CONDA_PREFIX": "other", "CONDA_DEFAULT_ENV": "base"}, ".venv"),
+    ],
+)
+@pytest.mark.parametrize(("script", "flag"), [(SCRIPT, "--help"), (ROOT / "scripts" / "check_npu_env.sh", "--json")])
+def test_the_active_environment_is_taken_before_the_repositorys(tmp_path, script, flag, active, chosen):
+    """By the launch script and by what checks the machine for it."""
+    copied = tmp_path / script.relative_to(ROOT)
+    copied.parent.mkdir(parents=True)
+    copied.write_bytes(script.read_bytes())
+    for name in (".venv", "other"):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho {name}\n")
+        python.chmod(0o755)
+    path = f"{tmp_path / 'other' / 'bin'}{os.pathsep}{os.defpath}"
+    done = subprocess.run(
+        ["bash", str(copied), flag], env={"PATH": path} | active, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{chosen}\n"), done.stderr
+
+
 def test_nothing_that_a_library_prints_is_among_what_the_script_evaluates(tmp_path, model, sums):
     (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'touch pwned')\n")
     env = plain_environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

@@ -7,12 +7,18 @@
 # Environment (all optional):
 #   NUM_PROCESSES      processes, one a device (all visible devices; 1 on a CPU)
 #   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (single.yaml for one process, ZeRO-2 on several NPUs or GPUs)
-#   PYTHON             the Python to use (.venv-npu's, as install_npu.sh makes it, else .venv's, else python3)
+#   PYTHON             the Python to use (the active environment's, else .venv-npu's, as install_npu.sh makes it, else
+#                      .venv's, else python3)
 # Everything is written to <run folder>/output.log; progress and errors stay on the screen.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
-for candidate in "$repo/.venv-npu/bin/python" "$repo/.venv/bin/python" "$(command -v python3 || true)"; do
+candidates=("$repo/.venv-npu/bin/python" "$repo/.venv/bin/python" "$(command -v python3 || true)")
+# An environment that is active was chosen, but for conda's base, which every shell begins with. As in check_npu_env.sh.
+if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then
+    candidates=("$(command -v python || true)" "${candidates[@]}")
+fi
+for candidate in "${candidates[@]}"; do
     if [ -z "${PYTHON:-}" ] && [ -x "$candidate" ]; then
         PYTHON=$candidate
     fi
