@@ -243,6 +243,8 @@ def test_without_vllm_the_error_says_what_to_install_there(monkeypatch, kind):
         assert (ROOT / file).is_file()
     if kind == "cpu":
         assert INSTALL[kind].split()[-1] in (ROOT / "Makefile").read_text()
+    if kind == "cuda":
+        assert all(f"`{INSTALL[kind]}`" in (ROOT / page).read_text() for page in ("README.md", "README_zh.md"))
 
 
 def test_auto_dtype_keeps_float32_on_a_cpu(base):
