@@ -45,7 +45,7 @@ class EvalConfig:
         split: split to score on; default: the task's own.
         task: grade every row as this task, whatever the row says.
         max_samples: only the first so many problems of each dataset.
-        n: completions of each problem. This and the next five: default is the task's own.
+        n: completions of each problem. This and the next four: default is the task's own.
         temperature: 0 is greedy.
         top_p: sample from the smallest set of tokens with this much probability.
         top_k: sample from the so many likeliest tokens; 0 is off.
