@@ -477,6 +477,27 @@ def test_rising_noise_is_refused():
     assert "swap" in message(*flags)
 
 
+def test_noise_that_never_is_and_a_schedule_that_ends_at_0():
+    on = ["--config.noise_injection.enabled", "true"]
+    alone = [*on, "--config.noise_injection.warmup_stage", "true", "--config.noise_injection.num_stages", "1"]
+    assert "num_stages 1: with warmup_stage the only stage would have no noise; write 2 or more" in message(*alone)
+    to_0 = [*on, "--config.noise_injection.sigma_end", "0", "--config.noise_injection.schedule"]
+    assert "never reaches sigma_end 0" in message(*to_0, "exponential")
+    assert parse([*to_0, "logarithmic"]).warnings == []  # 1 - ln(1 + x (e - 1)) is 0 at x = 1
+
+
+def test_a_temperature_of_sapo_divides():
+    sapo = ["--config.algorithm.name", "sapo"]
+    assert "write a number above 0" in message(*sapo, "--config.training.sapo_temperature_neg", "0")
+
+
+def test_a_kl_term_of_k2_is_not_weighed_by_the_ratio():
+    flags = ["--config.training.beta", "0.1", "--config.training.use_bias_correction_kl", "true"]
+    assert parse(flags).warnings == []
+    (said,) = parse([*flags, "--config.algorithm.kl_estimator", "mse"]).warnings
+    assert said.startswith("--config.training.use_bias_correction_kl has no effect: algorithm.kl_estimator mse is not")
+
+
 def test_target_kl_needs_a_falling_target_and_a_sigma_to_begin_with():
     adaptive = ["--config.noise_injection.enabled", "true", "--config.noise_injection.schedule", "target_kl"]
     assert "swap" in message(*adaptive, "--config.noise_injection.target_kl_end", "0.5")
