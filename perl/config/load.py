@@ -205,7 +205,9 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Nam
         return Namespace(), {}
     content, written_in = recipe_content(path, program)
     try:
-        return parser.parse_object({"config": content}, defaults=False), written_in
+        recipe = parser.parse_object({"config": content}, defaults=False)
+        parser.refuse_nulls(recipe)
+        return recipe, written_in
     except UserError as error:
         field = re.search(r"--config\.(\w+\.\w+)", str(error))
         file = written_in.get(field[1]) if field else None
