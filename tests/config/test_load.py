@@ -516,6 +516,26 @@ def test_recipe_mistakes(tmp_path):
 @pytest.mark.parametrize(
     ("written", "said"),
     [
+        ("training:\n  max_steps: 7\ntraining:\n  save_steps: 5\n", "training stands in line 1 and again in line 3"),
+        ("peft:\n  r: 4\ntraining: {max_steps: 7, max_steps: 8}\n", "max_steps stands in line 3 and again in line 3"),
+    ],
+)
+def test_a_group_or_a_field_that_stands_twice_in_a_recipe_is_refused(tmp_path, written, said):
+    """The first was dropped without a word."""
+    recipe = write(tmp_path / "r.yaml", written)
+    assert message("--recipe", recipe) == f"--recipe {recipe}: not YAML: {said}; write it once"
+
+
+def test_keys_that_yaml_merges_do_not_stand_twice(tmp_path):
+    merged = "training: &a {max_steps: 7, seed: 3}\ncommon: &b {debug: true, seed: 3}\n"
+    recipe = write(tmp_path / "r.yaml", merged + "reward: {kwargs: {<<: *a, max_steps: 8, c: {<<: *b}}}\n")
+    values = parse(["--recipe", recipe]).values
+    assert values.reward.kwargs == {"max_steps": 8, "seed": 3, "c": {"debug": True, "seed": 3}}
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
         ("training: {max_steps: null}", "training.max_steps: expected a whole number"),
         ("peft: {type: null}", "peft.type: expected text"),
         ("common:\n  seed:", "common.seed: expected a whole number"),

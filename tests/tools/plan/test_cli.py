@@ -10,6 +10,8 @@ import pytest
 
 from perl.__main__ import main
 from perl.base.errors import UserError
+from perl.config.sft import SFT
+from perl.tools.recipe_flags import program_of
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes" / "dapo_lora.yaml")
@@ -113,6 +115,14 @@ def test_a_fine_tunings_recipe_is_planned_as_such(plan):
     assert "supervised fine-tuning" in text
     assert "rows: 8 an update, 4 a forward and device, of up to 1024 tokens" in text
     assert "rollout" not in text
+
+
+def test_a_base_in_the_home_folder_says_whose_recipe_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "sft.yaml").write_text("training: {packing: true}")
+    (tmp_path / "mine.yaml").write_text("base: ~/sft.yaml")
+    assert program_of(str(tmp_path / "mine.yaml"), [], None) == (SFT, [])
 
 
 def test_a_recipe_of_either_is_taken_as_grpos_with_a_line(plan, tmp_path):
@@ -308,14 +318,19 @@ def test_the_accelerate_file_of_another_kind_of_device_is_one_line(plan, monkeyp
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\xff\xfe", "not a readable YAML file"), (b"a: [", "not a readable YAML file"), (b"", "holds no settings")],
+    [
+        (b"\xff\xfe", "not a readable YAML file ('utf-8' codec can't decode"),
+        (b"a: [", "not a readable YAML file (while parsing"),
+        (b"a: 1\na: 2", "not a readable YAML file (a stands in line 1 and again in line 2; write it once); take"),
+        (b"", "holds no settings; take one of "),
+    ],
 )
 def test_an_accelerate_file_that_says_nothing_is_one_line(plan, monkeypatch, tmp_path, content, said):
     (tmp_path / "mine.yaml").write_bytes(content)
     monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "mine.yaml"))
     with pytest.raises(UserError) as error:
         plan(RECIPE, MODEL, QWEN, "--device", "910b", "--count", "2")
-    assert str(error.value).startswith(f"ACCELERATE_CONFIG={tmp_path / 'mine.yaml'}: {said}; take one of ")
+    assert str(error.value).startswith(f"ACCELERATE_CONFIG={tmp_path / 'mine.yaml'}: {said}")
 
 
 TORN = '{"model_type": "qwen2", "hidden_size": 35'
