@@ -328,7 +328,7 @@ def sampled_validation(verl: Verl) -> bool:
 
 
 def _by_agent_loop(verl: Verl) -> bool:
-    """Whether verl's agent loop validates, which reads val_kwargs but do_sample: by default, and in several turns."""
+    """Whether verl's agent loop validates, by default or in several turns: it reads all of val_kwargs but do_sample."""
     return verl[f"{ROLLOUT}.mode"] != "sync" or verl[f"{TURNS}.enable"] is True
 
 

@@ -11,6 +11,9 @@ import pytest
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.config.sft import SFT
+from perl.device import Devices
+from perl.tools.plan.devices import DEVICES
+from perl.tools.plan.inputs import parallel_of
 from perl.tools.recipe_flags import program_of
 
 ROOT = Path(__file__).parents[3]
@@ -308,12 +311,48 @@ def test_the_accelerate_file_of_the_environment_decides(plan, monkeypatch):
     assert json.loads(plan(*flags, "--parallel", "zero3"))["parallel"] == "zero3"
 
 
-def test_the_accelerate_file_of_another_kind_of_device_is_one_line(plan, monkeypatch):
-    file = ROOT / "scripts" / "accelerate" / "npu_zero3.yaml"
+@pytest.mark.parametrize(
+    ("name", "device", "kinds"),
+    [
+        ("npu_zero3", "cpu", "npu or cuda"),
+        ("npu_fsdp2", "cpu", "npu or cuda"),
+        ("npu_ddp", "h100", "npu"),
+        ("cuda_ddp", "910b", "cuda"),
+        ("cpu", "h100", "cpu"),
+    ],
+)
+def test_the_accelerate_file_of_another_kind_of_device_is_one_line(monkeypatch, name, device, kinds):
+    file = ROOT / "scripts" / "accelerate" / f"{name}.yaml"
     monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
     with pytest.raises(UserError) as error:
-        plan(RECIPE, MODEL, QWEN, "--device", "cpu")
-    assert str(error.value).startswith(f"ACCELERATE_CONFIG={file}: is for npu, this plan for cpu")
+        parallel_of(DEVICES[device], 8)
+    assert str(error.value).startswith(f"ACCELERATE_CONFIG={file}: is for {kinds}, this plan for {device}")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "parallel"),
+    [
+        ("npu_zero3", "h100", "zero3"),  # docs/training.md gives both for GPUs too
+        ("npu_fsdp2", "h100", "fsdp2"),
+        ("cuda_zero2", "910b", "zero2"),
+        ("npu_ddp", "910b", "ddp"),
+        ("cuda_ddp", "h100", "ddp"),
+        ("cpu", "cpu", "ddp"),
+        ("single", "cpu", "ddp"),
+    ],
+)
+def test_what_an_accelerate_file_holds_says_which_devices_it_fits(monkeypatch, name, device, parallel):
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(ROOT / "scripts" / "accelerate" / f"{name}.yaml"))
+    assert parallel_of(DEVICES[device], 8) == parallel
+
+
+def test_as_many_processes_as_the_launch_script_starts(plan, monkeypatch):
+    """Four of the eight devices draw."""
+    monkeypatch.setattr("perl.device.detect", lambda: Devices("cuda", 8))
+    flags = str(ROOT / "recipes" / "gsm8k_pool_7b.yaml"), MODEL, QWEN, "--device", "h100", "--json"
+    assert json.loads(plan(*flags))["count"] == 4
+    monkeypatch.setenv("NUM_PROCESSES", "2")
+    assert json.loads(plan(*flags))["count"] == 2
 
 
 @pytest.mark.parametrize(
