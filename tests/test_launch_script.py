@@ -91,6 +91,25 @@ def test_on_a_plain_cpu(tmp_path, model, sums, processes):
     assert json.loads((folder / "environment.json").read_text())["num_processes"] == processes
 
 
+@pytest.mark.parametrize(
+    ("argv", "module", "recipe"),
+    [
+        (["--config.dataset.system_prompt", "Say -h or --help or --recipe now"], "perl.tools.launch", True),
+        (["--recipe", "mine.yaml"], "perl.tools.launch", False),
+        (["--recipe=mine.yaml"], "perl.tools.launch", False),
+        (["--help", "peft"], "perl.train", False),
+        (["-h"], "perl.train", False),
+    ],
+)
+def test_help_and_the_recipe_are_whole_arguments(tmp_path, argv, module, recipe):
+    """A text that held one of them was taken for it."""
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    done = launch(argv, tmp_path, PYTHON=str(tmp_path / "python"))
+    default = ["--recipe", str(ROOT / "recipes" / "dapo_lora.yaml")] if recipe else []
+    assert (done.returncode, done.stderr.splitlines()) == (3, ["-m", module, *default, *argv])
+
+
 def test_nothing_that_a_library_prints_is_among_what_the_script_evaluates(tmp_path, model, sums):
     (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'touch pwned')\n")
     env = plain_environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
