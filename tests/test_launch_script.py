@@ -118,6 +118,25 @@ def test_the_active_environment_is_taken_before_the_repositorys(tmp_path, script
     assert (done.returncode, done.stdout) == (0, f"{chosen}\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("argv", "module", "recipe"),
+    [
+        (["--config.dataset.system_prompt", "Say -h or --help or --recipe now"], "perl.tools.launch", True),
+        (["--recipe", "mine.yaml"], "perl.tools.launch", False),
+        (["--recipe=mine.yaml"], "perl.tools.launch", False),
+        (["--help", "peft"], "perl.train", False),
+        (["-h"], "perl.train", False),
+    ],
+)
+def test_help_and_the_recipe_are_whole_arguments(tmp_path, argv, module, recipe):
+    """A text that held one of them was taken for it."""
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    done = launch(argv, tmp_path, PYTHON=str(tmp_path / "python"))
+    default = ["--recipe", str(ROOT / "recipes" / "dapo_lora.yaml")] if recipe else []
+    assert (done.returncode, done.stderr.splitlines()) == (3, ["-m", module, *default, *argv])
+
+
 def test_nothing_that_a_library_prints_is_among_what_the_script_evaluates(tmp_path, model, sums):
     (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'touch pwned')\n")
     env = plain_environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

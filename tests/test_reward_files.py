@@ -10,9 +10,10 @@ import torch
 
 from perl.base.errors import RankError, UserError
 from perl.grading import Grader
-from perl.records import Problem
+from perl.records import Problem, Trajectory
 from perl.rewards.files import row_of
 from perl.rewards.functions import RewardContext, build_rewards, check_rewards
+from perl.rewards.score import Rewards
 
 ONE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCH = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
@@ -262,6 +263,17 @@ def test_what_goes_wrong_while_scoring_is_one_line(reward, code, said):
     with pytest.raises(RankError, match=said) as caught:
         reward(code)(**rows)
     assert str(caught.value).startswith("--config.reward.functions: ")
+
+
+@pytest.mark.parametrize(("logged", "said"), [("'x'", "could not convert string to float: 'x'"), ("None", "NoneType")])
+def test_a_logged_metric_that_is_no_number_is_the_functions_mistake(reward, logged, said):
+    """The mean over the processes raised later, and named no function."""
+    found = reward(f"def f(completions, log_metric, **_):\n    log_metric('a', {logged})\n    return [1.0]\n")
+    (row,) = given("a")["row"]
+    columns = {"prompt": "?", "gold": "0", "task": "gsm8k", "row": row}
+    drawn = Trajectory(row=columns, position=0, sample=0, prompt_ids=(1,), completion="b")
+    with pytest.raises(RankError, match=rf"^--config.reward.functions: [^\n]*mine.py:2: f raised [^\n]*{said}"):
+        Rewards([found], ["f"], torch.ones(1)).score([drawn], None)
 
 
 @pytest.mark.parametrize("number", ["float('nan')", "float('-inf')", "10**400", "__import__('numpy').float32('inf')"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +54,10 @@ class KLCoefficient:
     target: float | None = None
     """In nats a token; None leaves `value` fixed."""
     horizon: int = 10000
-    """Completions over which an error of 20 % changes `value` by 20 %."""
+    """Completions over which an error of 20 % changes `value` by 20 %, and of no rollout by more."""
 
     def adapt(self, kl: float, completions: int) -> None:
         """After a rollout of so many completions of all processes, whose mean KL divergence a token was `kl`."""
-        if self.target is not None and not math.isnan(kl):
+        if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * completions / self.horizon
+            self.value *= 1 + error * min(1.0, completions / self.horizon)

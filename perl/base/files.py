@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 import msgspec
+import yaml
 
 from perl.base.errors import UserError
 
@@ -55,6 +56,26 @@ def read_json(file: Path, flag: str = "", hint: str = "", kind: type[T] = dict[s
     except (OSError, ValueError, RecursionError) as error:
         where, advice = f"{flag}: " if flag else "", f"; {hint}" if hint else ""
         raise UserError(f"{where}{file} is not readable ({error}){advice}") from error
+
+
+class _KeysOnce(yaml.SafeLoader):
+    """Of a key that stands twice in a mapping PyYAML takes the second, without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node: Any = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if first := lines.get(key.value):
+                raise ValueError(f"{key.value} stands in line {first} and again in line {line}; write it once")
+            lines[key.value] = line
+        return node
+
+
+def read_yaml(text: str) -> Any:
+    """What a user's YAML holds. Raises a YAMLError, or a ValueError for a key that stands twice or a date that there is
+    not."""
+    return yaml.load(text, Loader=_KeysOnce)
 
 
 def write_json(file: Path, content: Any) -> None:

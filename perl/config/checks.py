@@ -103,10 +103,15 @@ def check_noise(values: Namespace) -> None:
             "--config.noise_injection.sigma_start 0: schedule target_kl multiplies it, and never leaves 0;"
             " give a positive sigma_start"
         )
-    if noise.enabled and noise.schedule in ("exponential", "logarithmic") and noise.sigma_end == 0:
+    if noise.enabled and noise.schedule == "exponential" and noise.sigma_end == 0:
         raise UserError(
-            f"--config.noise_injection.schedule {noise.schedule} never reaches sigma_end 0;"
+            "--config.noise_injection.schedule exponential never reaches sigma_end 0;"
             " give a positive sigma_end or schedule linear"
+        )
+    if noise.enabled and noise.warmup_stage and noise.num_stages == 1:
+        raise UserError(
+            "--config.noise_injection.num_stages 1: with warmup_stage the only stage would have no noise; write 2 or"
+            " more, or --config.noise_injection.warmup_stage false"
         )
     if noise.enabled and noise.old_logps == "noisy" and values.rollout.behaviour == "exact":
         raise UserError(

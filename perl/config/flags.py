@@ -24,8 +24,6 @@ A flag `--config.GROUP.FIELD VALUE` is `GROUP: {FIELD: VALUE}` in a recipe. A fl
 before the default. A list is written as `'["a", "b"]'`.
 """
 
-OTHER_WORDS = {"str": "text", "list": "a list", "dict": "a mapping"}
-
 
 def default_of(field: dataclasses.Field) -> str:
     if field.default_factory is not dataclasses.MISSING:
@@ -44,7 +42,7 @@ def values_of(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return ", ".join(values_of(one) for one in get_args(hint))
     kind = get_origin(hint) or hint
-    return (WORDS | OTHER_WORDS)[kind.__name__]
+    return WORDS[kind.__name__]
 
 
 def table(prefix: str, kind: type, names: Iterable[str] | None = None) -> str:

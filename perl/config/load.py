@@ -17,6 +17,7 @@ from jsonargparse import Namespace
 
 from perl.algorithms import settings_of
 from perl.base.errors import UserError, lookup, nearest
+from perl.base.files import read_yaml
 from perl.base.paths import user_path
 from perl.base.redact import drop_secrets
 from perl.config.adapter import take_adapter
@@ -205,7 +206,9 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Nam
         return Namespace(), {}
     content, written_in = recipe_content(path, program)
     try:
-        return parser.parse_object({"config": content}, defaults=False), written_in
+        recipe = parser.parse_object({"config": content}, defaults=False)
+        parser.refuse_nulls(recipe)
+        return recipe, written_in
     except UserError as error:
         field = re.search(r"--config\.(\w+\.\w+)", str(error))
         file = written_in.get(field[1]) if field else None
@@ -234,10 +237,10 @@ def recipe_content(
     if not Path(path).is_file():
         raise UserError(f"--recipe {path}: is a device or a pipe, which is read twice; name a YAML file")
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        content = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UserError(f"--recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a date that there is not
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or as read_yaml says
         raise UserError(f"--recipe {path}: not YAML: {error}") from error
     except RecursionError as error:
         raise UserError(f"--recipe {path}: not YAML: brackets nest too deep") from error

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import yaml
 from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from perl.base.errors import UserError, nearest
 
@@ -43,6 +43,9 @@ OTHER_NAMES = {
 
 
 WORDS = {
+    "str": "text",
+    "list": "a list",
+    "dict": "a mapping",
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -70,6 +73,15 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         raise UserError(self._explain(message)) from ex
+
+    def refuse_nulls(self, values: Namespace) -> None:
+        """A UserError for a null, or a blank, where the field's type has none: jsonargparse takes it for one that
+        nobody has said."""
+        try:
+            self.validate(values, skip_unset=False, skip_required=True)
+        except TypeError as error:
+            expected = self._explain(str(error)).partition(", not ")[0]
+            raise UserError(f"{expected}, not null; leave the line out") from error
 
     def known_flags(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
@@ -127,7 +139,8 @@ def _expected(complaint: str) -> str | None:
     one_type = r"Expected an? (?:<class ')?(?:typing\.)?(\w+)(?:\[(.*?)\])?(?:'>)?\. Got value: (.*)"
     if one := re.match(one_type, complaint, flags=re.DOTALL):
         return f"expected {' or '.join((one[2] or WORDS.get(one[1], one[1])).split(', '))}, not {one[3].strip()}"
-    if one := re.match(r"Not of type (\w+): (?:(.*) does not conform|.*: '(.*)'$)", complaint, flags=re.DOTALL):
+    of_range = r"Not of type (\w+): (?:(.*) does not conform|.*: '(.*)'$|.*'NoneType'$)"
+    if one := re.match(of_range, complaint, flags=re.DOTALL):
         return f"expected {WORDS.get(one[1], one[1])}, not {one[2] or one[3]}"
     union = re.search(r"Subtypes: [\[(](.*)[\])]\s+Errors:.*Given value: (.*)", complaint, flags=re.DOTALL)
     if union is None:

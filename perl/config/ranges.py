@@ -18,7 +18,11 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "adam_epsilon cispo_min_ratio dataloader_num_workers entropy_coef epsilon epsilon_high learning_rate"
         " max_grad_norm warmup_steps weight_decay",
     ),
-    ("above 0", lambda n: n > 0, "delta eval_steps logging_steps save_steps"),
+    (
+        "above 0",
+        lambda n: n > 0,
+        "delta eval_steps logging_steps sapo_temperature_neg sapo_temperature_pos save_steps",
+    ),
     (
         "from 1",
         lambda n: n >= 1,

@@ -120,6 +120,11 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.beta != 0.0,
         "training.beta is 0: no KL is in the loss",
     ),
+    Rule(
+        ("training.use_bias_correction_kl",),
+        lambda v: v.algorithm.kl_estimator != "mse" or v.training.beta == 0.0,
+        "algorithm.kl_estimator mse is not weighed by the ratio: its own gradient is that of the KL divergence",
+    ),
     Rule(("critic.",), lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
     only_with("algorithm.dynamic_sampling_metric algorithm.max_resample_factor", "algorithm.dynamic_sampling", True),
     Rule(

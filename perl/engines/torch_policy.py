@@ -37,6 +37,7 @@ SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_i
 """Fields of a GenerationConfig that the decode loop heeds, or that change no token; with any other of the user's the
 model's own `generate` draws."""
 REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
+REFUSED |= {"disable_compile"}  # TRL's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class Rewards:
             **(of_environments(rows) if self.decode else {}),
             "trainer_state": state,
             "log_extra": lambda column, values: extras[column].extend(values),
-            "log_metric": lambda name, value: metrics[name].append(value),
+            "log_metric": lambda name, value: metrics[str(name)].append(float(value)),  # raises in the function's call
         }
         if self.decode and self._whole:
             arguments["responses"] = [self.decode(row.token_ids) for row in rows]

@@ -26,6 +26,7 @@ with report_errors():  # without the environment, one line
     import yaml
 
     from perl import device
+    from perl.base.files import read_yaml
     from perl.config.files import look_for
     from perl.config.load import parse
     from perl.runs.rundir import default_run_dir, require_free
@@ -105,9 +106,11 @@ def accelerate_file(kind: str, processes: int) -> tuple[Path, dict[str, Any]]:
     for line in lines:
         print(line, file=sys.stderr)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
+        raise UserError(
+            f"ACCELERATE_CONFIG={chosen}: not a readable YAML file ({error}); take one of {CONFIG_FOLDER}"
+        ) from error
     if not isinstance(content, dict):
         raise UserError(f"ACCELERATE_CONFIG={chosen}: holds no settings; take one of {CONFIG_FOLDER}")
     return path, content

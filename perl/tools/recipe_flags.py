@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from perl.base.errors import lookup
+from perl.base.files import read_yaml
+from perl.base.paths import user_path
 from perl.config.load import GRPO, Program, build_parser
 from perl.config.sft import SFT
 
@@ -55,9 +57,9 @@ def program_of(recipe: str, flags: Sequence[str], method: str | None) -> tuple[P
 def settings_of(recipe: str) -> Iterator[str]:
     """group.field of each setting, its base's too; a recipe that cannot be read is the parser's to complain about."""
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
-        content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
+        content = read_yaml(Path(recipe).read_text(encoding="utf-8"))
         if isinstance(content, dict) and isinstance(base := content.pop("base", None), str):
-            yield from settings_of(str(Path(recipe).parent / base))
+            yield from settings_of(str(Path(recipe).resolve().parent / user_path(base)))
         for group, fields in content.items() if isinstance(content, dict) else ():
             yield from (f"{group}.{name}" for name in fields or ()) if isinstance(fields, dict) else ()
 

@@ -24,7 +24,7 @@ from perl.engines.base import PolicyEngine
 from perl.engines.torch_copy import TorchCopy
 from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.few_bits import is_4bit
-from perl.models.folders import resolve_model
+from perl.models.folders import resolve_model, token_ids
 from perl.models.images import has_images
 from perl.prompts import ChatTemplate
 from perl.training.pool import PoolEngine
@@ -91,7 +91,7 @@ class Drawing:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        return list(self.generation_config.eos_token_id)  # type: ignore[arg-type]
+        return token_ids(self.generation_config.eos_token_id)
 
     def vllm_options(self, rows: int) -> dict[str, Any]:
         args = self.args

@@ -65,7 +65,7 @@ class LossSettings:
             delta=args.delta,
             beta=args.beta,
             kl_estimator=kl_estimator,
-            bias_corrected_kl=args.use_bias_correction_kl,
+            bias_corrected_kl=args.use_bias_correction_kl and kl_estimator != "mse",
             sapo_temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
             vespo_positive=(args.vespo_k_pos, args.vespo_lambda_pos),
             vespo_negative=(args.vespo_k_neg, args.vespo_lambda_neg),

@@ -171,18 +171,20 @@ class Metrics:
         """Of a generation batch's tokens of `mask`: what a critic said of them, and what it is to learn. Every process
         must come here."""
         errors, values, returns = (returns - values)[mask], values[mask], returns[mask]
-        moments = [values.sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
-        tokens, *sums = self.processes.added_up([float(len(returns)), *torch.stack(moments).tolist()])
+        sums = torch.stack([values.sum(), returns.sum(), errors.sum()]).tolist()
+        tokens, *sums = self.processes.added_up([float(len(returns)), *sums])
         if not tokens:
             return
-        value, mean, square, error, squared_error = (each / tokens for each in sums)
+        value, mean, error = (each / tokens for each in sums)
+        squares = torch.stack([(returns - mean).square().sum(), (errors - error).square().sum()]).tolist()
+        variance, unexplained = (each / tokens for each in self.processes.added_up(squares))
         ends = torch.stack([values, -values, returns, -returns])
         highest = self.processes.numbers(ends.amax(dim=1).tolist() if len(values) else [-math.inf] * 4).amax(dim=0)
         for name, end in zip(("values_max", "values_min", "returns_max", "returns_min"), highest.tolist(), strict=True):
             self.value(f"critic/{name}", -end if name.endswith("min") else end)
         self.values({"critic/values_mean": value, "critic/returns_mean": mean})
-        if (variance := square - mean**2) > 1e-12:  # equal returns leave nothing to explain
-            self.value("critic/explained_variance", 1.0 - (squared_error - error**2) / variance)
+        if variance > (1e-5 * mean) ** 2:  # equal returns, but for their rounding, leave nothing to explain
+            self.value("critic/explained_variance", 1.0 - unexplained / variance)
 
     def take_mean(self, name: str) -> float | None:
         """Of all processes, which is logged, and start again; None where nothing was added. Every process must come

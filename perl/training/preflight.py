@@ -198,18 +198,30 @@ def check_training(training: TrainingConfig) -> None:
 
 
 def check_sampling(training: TrainingConfig) -> None:
-    """Values that no distribution has, or that no group of completions can learn from."""
+    """Values that no distribution has, that no group of completions can learn from, or that the loss would not know."""
+    further: Any = training.generation_kwargs or {}
+    try:
+        if not training.use_vllm:  # vLLM has names of its own
+            require_possible(further)
+        sampling = rollout_sampling(training, further)
+        validate(sampling)
+    except (UserError, ValueError, TypeError) as error:  # GenerationConfig checks some itself
+        told = " ".join(str(error).split()).removeprefix("--config.training.")
+        raise UserError(f"--config.training.{told}") from error
     if training.temperature == 0:
         raise UserError(
             "--config.training.temperature 0: the completions of a group would all be the same; write a number above 0"
         )
-    further: Any = training.generation_kwargs or {}
-    if not training.use_vllm:  # vLLM has names of its own
-        require_possible(further)
-    try:
-        validate(rollout_sampling(training, further))
-    except (UserError, ValueError) as error:  # GenerationConfig checks some itself
-        raise UserError(f"--config.training.{' '.join(str(error).split())}") from error
+    if sampling.temperature == 0:
+        raise UserError(
+            "--config.training.generation_kwargs: without sampling (do_sample false, temperature 0) the completions of"
+            " a group would all be the same; leave it out"
+        )
+    if sampling.temperature != training.temperature:
+        raise UserError(
+            f"--config.training.generation_kwargs: temperature {sampling.temperature:g} is not that of the loss; write"
+            f" --config.training.temperature {sampling.temperature:g}"
+        )
 
 
 def check_engine(config: Config, strategy: str) -> None:

@@ -180,10 +180,12 @@ class Step:
             ~batch.mask, 0.0
         )
         penalty = coefficient.value * kl
-        row_kl = kl.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
-        mean = self.processes.rows(row_kl).mean().item()
-        self.metrics.values({"kl_in_reward": mean, "kl_in_reward/coefficient": coefficient.value})
-        coefficient.adapt(mean, len(kl) * self.processes.count)
+        by_row = self.processes.rows(kl.sum(dim=1) / batch.mask.sum(dim=1))  # NaN of a row without a token
+        self.metrics.value("kl_in_reward/coefficient", coefficient.value)
+        if not by_row.isnan().all():
+            mean = by_row.nanmean().item()
+            self.metrics.value("kl_in_reward", mean)
+            coefficient.adapt(mean, len(by_row))
         return penalty
 
     @torch.no_grad()

@@ -47,6 +47,7 @@ from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
 from perl.environments.conversation import Conversations
+from perl.models.folders import token_ids
 from perl.models.pixels import image_inputs
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
@@ -112,13 +113,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if wrapped and refers:
             copy_adapter(model, "ref")
         generation_kwargs: Any = training.generation_kwargs or {}
+        of_torch = None if training.use_vllm else generation_kwargs  # vLLM's have names of their own
         with (
-            changed(training, beta=0.0, use_vllm=False, generation_kwargs=None),  # reference and engine are ours
+            changed(training, beta=0.0, use_vllm=False, generation_kwargs=of_torch),  # reference and engine are ours
             own_precision(model, None if wrapped else peft_config, training.seed) as (model, of_trl),
         ):
             super().__init__(
                 model=model, args=training, processing_class=processing_class, peft_config=of_trl, **kwargs
             )
+        self.eos_token_ids = token_ids(self.generation_config.eos_token_id)  # generation_kwargs may have named others
         self.start_adapter(peft, write_card, config.common.on_nonfinite)
         if refers and peft_config is None:
             self.ref_model = self._load_reference()

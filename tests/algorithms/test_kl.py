@@ -67,7 +67,10 @@ def test_a_fixed_coefficient_stays():
     assert coefficient.value == 0.2
 
 
-def test_a_divergence_that_is_nan_leaves_the_coefficient():
-    coefficient = KLCoefficient(0.5, target=0.1, horizon=100)
-    coefficient.adapt(math.nan, 10)
-    assert coefficient.value == 0.5
+def test_a_rollout_changes_the_coefficient_by_a_fifth_at_most():
+    """With more completions than the horizon it became negative, or 0 for good."""
+    coefficient = KLCoefficient(0.1, target=0.05, horizon=10)
+    coefficient.adapt(0.0, completions=64)
+    assert coefficient.value == pytest.approx(0.08)
+    coefficient.adapt(1.0, completions=50)
+    assert coefficient.value == pytest.approx(0.096)

@@ -14,8 +14,9 @@ import yaml
 from perl.adapters.checks import check_method
 from perl.base.errors import UserError
 from perl.config.derived import correction_of, scored_quantizations
-from perl.config.load import NOT_TAKEN, parse
+from perl.config.load import GRPO, NOT_TAKEN, parse, parse_for
 from perl.config.schema import GROUPS
+from perl.config.sft import SFT
 from perl.config.sft import parse as parse_sft
 from perl.config.training import TrainingConfig
 from perl.config.unused_flags import RULES, Rule, never
@@ -478,6 +479,27 @@ def test_rising_noise_is_refused():
     assert "swap" in message(*flags)
 
 
+def test_noise_that_never_is_and_a_schedule_that_ends_at_0():
+    on = ["--config.noise_injection.enabled", "true"]
+    alone = [*on, "--config.noise_injection.warmup_stage", "true", "--config.noise_injection.num_stages", "1"]
+    assert "num_stages 1: with warmup_stage the only stage would have no noise; write 2 or more" in message(*alone)
+    to_0 = [*on, "--config.noise_injection.sigma_end", "0", "--config.noise_injection.schedule"]
+    assert "never reaches sigma_end 0" in message(*to_0, "exponential")
+    assert parse([*to_0, "logarithmic"]).warnings == []  # 1 - ln(1 + x (e - 1)) is 0 at x = 1
+
+
+def test_a_temperature_of_sapo_divides():
+    sapo = ["--config.algorithm.name", "sapo"]
+    assert "write a number above 0" in message(*sapo, "--config.training.sapo_temperature_neg", "0")
+
+
+def test_a_kl_term_of_k2_is_not_weighed_by_the_ratio():
+    flags = ["--config.training.beta", "0.1", "--config.training.use_bias_correction_kl", "true"]
+    assert parse(flags).warnings == []
+    (said,) = parse([*flags, "--config.algorithm.kl_estimator", "mse"]).warnings
+    assert said.startswith("--config.training.use_bias_correction_kl has no effect: algorithm.kl_estimator mse is not")
+
+
 def test_target_kl_needs_a_falling_target_and_a_sigma_to_begin_with():
     adaptive = ["--config.noise_injection.enabled", "true", "--config.noise_injection.schedule", "target_kl"]
     assert "swap" in message(*adaptive, "--config.noise_injection.target_kl_end", "0.5")
@@ -511,6 +533,57 @@ def test_recipe_mistakes(tmp_path):
     assert "max_steps?" in message("--recipe", write(tmp_path / "b.yaml", "training: {max_stepz: 1}"))
     assert "not YAML" in message("--recipe", write(tmp_path / "c.yaml", "training: [1"))
     assert "must hold groups" in message("--recipe", write(tmp_path / "d.yaml", "- 1"))
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("training:\n  max_steps: 7\ntraining:\n  save_steps: 5\n", "training stands in line 1 and again in line 3"),
+        ("peft:\n  r: 4\ntraining: {max_steps: 7, max_steps: 8}\n", "max_steps stands in line 3 and again in line 3"),
+    ],
+)
+def test_a_group_or_a_field_that_stands_twice_in_a_recipe_is_refused(tmp_path, written, said):
+    """The first was dropped without a word."""
+    recipe = write(tmp_path / "r.yaml", written)
+    assert message("--recipe", recipe) == f"--recipe {recipe}: not YAML: {said}; write it once"
+
+
+def test_keys_that_yaml_merges_do_not_stand_twice(tmp_path):
+    merged = "training: &a {max_steps: 7, seed: 3}\ncommon: &b {debug: true, seed: 3}\n"
+    recipe = write(tmp_path / "r.yaml", merged + "reward: {kwargs: {<<: *a, max_steps: 8, c: {<<: *b}}}\n")
+    values = parse(["--recipe", recipe]).values
+    assert values.reward.kwargs == {"max_steps": 8, "seed": 3, "c": {"debug": True, "seed": 3}}
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("training: {max_steps: null}", "training.max_steps: expected a whole number"),
+        ("peft: {type: null}", "peft.type: expected text"),
+        ("common:\n  seed:", "common.seed: expected a whole number"),
+        ("dataset:\n  filter_overlong_prompts:", "dataset.filter_overlong_prompts: expected true or false"),
+        ("algorithm: {kl_in_reward: null}", "algorithm.kl_in_reward: expected a number from 0"),
+        ("reward: {functions: null}", "reward.functions: expected a list"),
+    ],
+)
+def test_a_field_left_blank_in_a_recipe_says_what_it_must_be(tmp_path, written, said):
+    """They became None: a traceback later, or the opposite of the default without a word."""
+    recipe = write(tmp_path / "r.yaml", written)
+    assert message("--recipe", recipe) == f"--recipe {recipe}: --config.{said}, not null; leave the line out"
+
+
+@pytest.mark.parametrize("program", [GRPO, SFT], ids=lambda program: program.name)
+def test_a_recipe_may_say_null_where_the_default_is_null(tmp_path, program):
+    groups = {**program.groups, "training": program.training_class()}
+    recipe = {
+        name: {field.name: None for field in dataclasses.fields(group) if field.default is None}
+        for name, group in groups.items()
+    }
+    for name in NOT_TAKEN:
+        recipe["training"].pop(name, None)
+    assert recipe["model"]["dtype"] is None
+    file = write(tmp_path / "r.yaml", yaml.safe_dump(recipe))
+    assert parse_for(program, ["--recipe", file]).values.model.dtype is None
 
 
 def test_flags_without_effect_get_one_warning_each():

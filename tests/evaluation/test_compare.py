@@ -63,23 +63,24 @@ def test_equal_answers_still_leave_room_for_a_difference():
 
 
 def test_only_what_both_have_is_compared(tmp_path):
-    """Eight common problems, of which the second run solves all at its first two samples; a ninth only the first has,
+    """Eight common problems, of which the second run solves seven at both of its samples; a ninth only the first has,
     a tenth lacks a sample in the second."""
     keys = [f"{i:016x}-0" for i in range(10)]
     before = write_results(tmp_path / "a", {key: [0.0, 1.0, 1.0, 1.0] for key in keys})
-    after = write_results(tmp_path / "b", {**{key: [1.0, 1.0] for key in keys[:8]}, keys[9]: [1.0]})
+    solved = {key: [1.0, 1.0] for key in keys[:7]}
+    after = write_results(tmp_path / "b", {**solved, keys[7]: [0.0, 1.0], keys[9]: [1.0]})
     found = compare(before, after)
     entry = found["datasets"]["gsm8k"]
     assert (entry["problems"], entry["n"], entry["left_out"]) == (8, 2, 2)
     accuracy = entry["metrics"]["avg@2"]
-    assert (accuracy["other"], accuracy["this"], accuracy["value"]) == (0.5, 1.0, 0.5)
+    assert (accuracy["other"], accuracy["this"], accuracy["value"]) == (0.5, 0.9375, 0.4375)
     assert accuracy["verdict"] == "better"
     assert entry["metrics"]["pass@2"]["value"] == 0
     assert entry["metrics"]["pass@2"]["verdict"] == "none"
     assert list(entry["metrics"]) == ["avg@2", "pass@2"]
-    assert entry["changed"] == {key: [0.5, 1.0] for key in keys[:8]}
+    assert entry["changed"] == {key: [0.5, 1.0] for key in keys[:7]}
     reverse = compare(after, before)["datasets"]["gsm8k"]["metrics"]["avg@2"]
-    assert (reverse["value"], reverse["verdict"]) == (-0.5, "worse")
+    assert (reverse["value"], reverse["verdict"]) == (-0.4375, "worse")
 
 
 def test_problems_that_got_more_samples_since_are_compared_by_those_of_the_summary(tmp_path):

@@ -145,7 +145,7 @@ def test_keys_of_the_critic():
     ]
     found = values(of(SCRIPTS / "ascend_quickstart_ppo.sh", *words, learning_rate_factor=20.0))
     wanted = {
-        "critic.warmup_steps": 12,  # 4 updates a step
+        "critic.warmup_steps": 8,  # 4 updates a step; verl trains the policy from its step 3 on
         "critic.r": 8,
         "critic.lr": pytest.approx(2e-4),
         "algorithm.lam": 0.9,
@@ -156,6 +156,9 @@ def test_keys_of_the_critic():
     assert set(refused) == {"critic.ppo_epochs", "critic.optim.optimizer", "critic.model.path"}
     grpo = of(SCRIPTS / "ascend_support_grpo.sh", "critic.optim.lr=1e-5", "critic.ppo_epochs=2")
     assert grpo.refused == {}
+    for script in ("ascend_quickstart_ppo.sh", "ascend_support_grpo.sh"):
+        assert "trainer.critic_warmup" in of(SCRIPTS / script, "trainer.critic_warmup=1").no_effect
+    assert "trainer.critic_warmup" in of(SCRIPTS / "ascend_support_grpo.sh", "trainer.critic_warmup=2").refused
     assert "adv_estimator=gae" in grpo.no_effect["critic.optim.lr"]
 
 
@@ -527,6 +530,23 @@ OVERLONG = [
 ]
 
 
+def test_a_punishment_that_verl_multiplies_by_0_is_none():
+    result = of(None, *GOOD, *OVERLONG[:-1], "+reward_model.overlong_buffer.penalty_factor=0.0", "data.train_files=x")
+    assert values(result)["reward.functions"] == ["accuracy"]
+    assert "penalty_factor 0" in result.no_effect["reward_model.overlong_buffer.len"]
+    dapo = ["python3", "-m", "recipe.dapo.main_dapo", *GOOD, *OVERLONG[:-1], "data.train_files=x"]
+    assert values(of(None, *dapo))["reward.functions"] == ["accuracy"]  # 0.0 is dapo_trainer's default
+
+
+@pytest.mark.parametrize("group", ["reward_model", "reward"])
+def test_another_length_for_the_punishment_alone_is_refused(group):
+    """verl's begins len tokens before max_resp_len, ours before the longest completion."""
+    key = f"{group}.reward_kwargs.max_resp_len"
+    other = [*GOOD, "data.max_response_length=4096", f"+{key}=2048"]
+    assert of(None, *other, *OVERLONG).refused[key].startswith("it differs from data.max_response_length, 4096")
+    assert of(None, *other).refused == of(None, *other[:-1], f"+{key}=4096", *OVERLONG).refused == {}
+
+
 @pytest.mark.parametrize(
     ("source", "weight"),
     [("lighteval/MATH", 1.0), ("math_dapo", 2.0), ("math", 2.0), ("aime24", 2.0), ("openai/gsm8k", 1.0)],
@@ -611,6 +631,48 @@ def test_validation_draws_as_verls_does(tmp_path):
     assert greedy.no_effect[f"{VALIDATION}top_p"].startswith("validation is greedy")
     (tmp_path / "recipe.yaml").write_text(recipe_text(greedy))
     assert parse(["--recipe", str(tmp_path / "recipe.yaml")]).build().validation.n == 1
+
+
+@pytest.mark.parametrize("asked", [[], [f"{VALIDATION}do_sample=False"]])
+def test_verls_agent_loop_validates_by_the_temperature_alone(asked):
+    """It is verl's default, and never reads do_sample; the engines before it (mode sync) do."""
+    words = [*GOOD, f"{VALIDATION}temperature=0.6", f"{VALIDATION}n=8", f"{VALIDATION}top_p=0.95", *asked]
+    found = values(of(None, *words))
+    assert [found[f"validation.{name}"] for name in ("temperature", "n", "top_p")] == [0.6, 8, 0.95]
+    found = values(of(None, *words, "actor_rollout_ref.rollout.mode=sync"))
+    assert [found[f"validation.{name}"] for name in ("temperature", "n")] == [0.0, 1]
+
+
+def test_steps_beyond_verls_epochs_are_told():
+    result = of(None, *GOOD, "trainer.total_training_steps=500", "trainer.total_epochs=1")
+    assert values(result)["training.max_steps"] == 2000  # 4 updates a step
+    assert result.no_effect["trainer.total_epochs"] == "total_training_steps decides here"
+    (note,) = [note for note in result.notes if note.startswith("trainer.total_training_steps: ")]
+    assert "verl ends after total_epochs=1 where that is earlier" in note
+
+
+def test_warmup_style_goes_before_the_name_that_took_its_place():
+    optim = "actor_rollout_ref.actor.optim"
+    words = [*GOOD, f"{optim}.lr_scheduler_type=constant"]
+    assert values(of(None, *words, f"{optim}.warmup_style=cosine"))["training.lr_scheduler_type"] == "cosine"
+    assert values(of(None, *words, f"{optim}.warmup_style=null"))["training.lr_scheduler_type"] == "constant"
+
+
+def test_a_warm_up_of_the_whole_run_is_no_single_step():
+    """transformers takes warmup_steps 1.0 for one step."""
+    ratio = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
+    assert values(of(None, *GOOD, f"{ratio}=0.1"))["training.warmup_steps"] == 0.1
+    assert "write a ratio below 1" in of(None, *GOOD, f"{ratio}=1.0").refused[ratio]
+
+
+def test_ratios_that_verl_divides_or_rejects_by_are_refused():
+    group = "algorithm.rollout_correction"
+    normalized = f"{group}.rollout_is_batch_normalize"
+    assert normalized in of(None, *GOOD, f"{group}.rollout_is=token", f"{normalized}=True").refused
+    for words in ([f"{group}.rollout_is=token", f"{normalized}=False"], [f"{normalized}=True"]):
+        assert of(None, *GOOD, *words).refused == {}
+    veto = f"{group}.rollout_token_veto_threshold"  # of older versions, and by itself
+    assert veto in of(None, *GOOD, f"+{veto}=1e-4").refused
 
 
 @pytest.mark.parametrize(

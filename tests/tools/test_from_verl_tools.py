@@ -177,7 +177,8 @@ def test_a_validation_with_tools_draws_without_do_sample(tmp_path):
     due = "trainer.test_freq=5", "data.val_files=x"
     fields = values(with_tools(tmp_path, FUSION, *due, *words))
     assert [fields[f"validation.{name}"] for name in ("n", "temperature", "top_p")] == [30, 1.0, 0.6]
-    assert values(of(f"{TURNS}.enable=False", *due, *words))["validation.n"] == 1
+    one_turn = [f"{TURNS}.enable=False", "actor_rollout_ref.rollout.mode=sync"]
+    assert values(of(*one_turn, *due, *words))["validation.n"] == 1
     assert values(with_tools(tmp_path, FUSION, *due))["validation.temperature"] == 0.0
 
 

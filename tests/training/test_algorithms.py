@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Algorithm, Scored
 from perl.algorithms.grpo import group_relative
+from perl.algorithms.kl import KLCoefficient
 from perl.algorithms.rloo import leave_one_out
-from perl.config.schema import NoiseConfig, PeftConfig
+from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig
+from perl.training.metrics import Metrics
+from perl.training.step import Step
 from perl.training.trainer import PerlGRPOTrainer
 from tests.tiny import END, tiny_model
 from tests.trainers import kept_batches, make_trainer, move_adapter, reward_tokens
@@ -257,6 +262,28 @@ def greedy_by_hand(model, prompt: tuple[int, ...], length: int) -> list[int]:
     while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != END):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def test_rows_without_a_trained_token_are_not_in_the_measured_kl():
+    """They counted as 0, so that the coefficient fell where it had to rise."""
+    metrics = Metrics(SimpleNamespace(rows=lambda rows: rows), defaultdict(list))
+    coefficient = KLCoefficient(0.1, target=0.05, horizon=100)
+    step = SimpleNamespace(
+        kl_coefficient=coefficient,
+        config=SimpleNamespace(algorithm=AlgorithmConfig()),
+        processes=metrics.processes,
+        metrics=metrics,
+    )
+    mask = torch.tensor([[True, True], [False, False], [False, False]])
+    batch = SimpleNamespace(reference=torch.zeros(3, 2), mask=mask)
+    policy = torch.tensor([[0.1, 0.06], [5.0, 5.0], [5.0, 5.0]])
+    penalty = Step._kl_penalty(step, batch, policy)
+    torch.testing.assert_close(penalty, torch.tensor([[0.01, 0.006], [0.0, 0.0], [0.0, 0.0]]))
+    assert metrics.logged["kl_in_reward"] == pytest.approx([0.08])
+    assert coefficient.value == pytest.approx(0.1 * (1 + 0.2 * 3 / 100))
+    Step._kl_penalty(step, SimpleNamespace(reference=torch.zeros(3, 2), mask=torch.zeros_like(mask)), policy)
+    assert len(metrics.logged["kl_in_reward"]) == 1  # of nothing
+    assert coefficient.value == pytest.approx(0.1 * (1 + 0.2 * 3 / 100))
 
 
 @pytest.mark.parametrize(("engine", "generations"), [("fast", 1), ("fast", 4), ("generate", 4)])

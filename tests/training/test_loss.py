@@ -7,6 +7,7 @@ import torch
 from trl import GRPOTrainer
 
 from perl.algorithms.grpo import equal_groups, weighted_sum
+from perl.config.load import parse
 from perl.training.loss import (
     EntropyBonus,
     LossInputs,
@@ -196,3 +197,23 @@ def test_the_entropy_bonus_waits_for_no_device():
     for _ in range(2):
         bonus.loss(entropies, entropies > 0, 2)
         bonus.end_of_update(lambda sums: sums)
+
+
+@pytest.mark.parametrize(("estimator", "weighed"), [("mse", False), ("k1", True), ("low_var_kl", True)])
+def test_the_expected_gradient_of_the_kl_term_is_that_of_the_kl_divergence(estimator, weighed):
+    """Over three tokens, with TRL's default of use_bias_correction_kl: k2 has it by itself, k1 and k3 by the ratio."""
+    training = parse(["--config.training.beta", "1", "--config.algorithm.kl_estimator", estimator]).build(1).training
+    settings = LossSettings.of(training, estimator, "none")
+    assert settings.bias_corrected_kl == weighed
+    theta = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    reference = torch.tensor([0.0, 0.5, -0.6]).log_softmax(0)
+    policy = theta.log_softmax(0)
+    (true,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), theta)
+    expected = torch.zeros(3)
+    for token in range(3):
+        drawn = theta.log_softmax(0)[token].view(1, 1)
+        columns = {"policy": drawn, "old": drawn.detach(), "reference": reference[token].view(1, 1)}
+        one = LossInputs(**columns, mask=torch.ones(1, 1, dtype=torch.bool), advantages=torch.zeros(1, 1))
+        loss = policy_loss(one, settings, Update(rows=1, tokens=1.0, micro_batches=1)).loss
+        expected += policy[token].exp().detach() * torch.autograd.grad(loss, theta)[0]
+    torch.testing.assert_close(expected, true)

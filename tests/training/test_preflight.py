@@ -23,11 +23,26 @@ def config(*flags):
         ("generation_kwargs", '{"num_beams": 4}', "generation_kwargs: num_beams has no place in a rollout"),
         ("generation_kwargs", '{"top_kk": 4}', "generation_kwargs: unknown name 'top_kk'; write .*, such as top_k, "),
         ("generation_kwargs", '{"top_p": 0}', "top_p: 0.0 is not possible"),
+        ("generation_kwargs", '{"disable_compile": true}', "generation_kwargs: disable_compile has no place"),
+        ("generation_kwargs", '{"do_sample": false}', "generation_kwargs: without sampling .do_sample false, temper"),
+        ("generation_kwargs", '{"temperature": 0}', "generation_kwargs: without sampling"),
+        (
+            "generation_kwargs",
+            '{"temperature": 0.5}',
+            "generation_kwargs: temperature 0.5 is not that of the loss; write --config.training.temperature 0.5",
+        ),
     ],
 )
 def test_a_distribution_that_there_is_not(flag, value, said):
     with pytest.raises(UserError, match=f"--config.training.{said}"):
         check_sampling(config(f"--config.training.{flag}", value).training)
+
+
+def test_vllms_generation_kwargs_have_the_losss_temperature_too():
+    flags = "--config.rollout.engine", "vllm", "--config.training.generation_kwargs"
+    check_sampling(config(*flags, '{"temperature": 1.0}').training)
+    with pytest.raises(UserError, match=r"temperature 0\.5 is not that of the loss"):
+        check_sampling(config(*flags, '{"temperature": 0.5}').training)
 
 
 def test_the_recipes_own_sampling_is_one():

@@ -81,7 +81,8 @@ def test_what_a_critic_said_and_is_to_learn_by_hand():
         "critic/explained_variance": [0.75],  # errors 1 and 2, returns 1 and 3
     }
     made.add_returns(values, torch.ones(1, 3), mask_of([1, 1, 1]))
-    assert len(made.logged["critic/explained_variance"]) == 1  # equal returns leave nothing to explain
+    made.add_returns(torch.arange(64.0)[None] / 100, torch.full((1, 64), 0.9), torch.ones(1, 64, dtype=torch.bool))
+    assert len(made.logged["critic/explained_variance"]) == 1  # equal returns leave nothing to explain, rounded or not
 
 
 def test_the_drift_of_the_policy_is_verls_ppo_kl():

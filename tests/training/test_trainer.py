@@ -326,3 +326,21 @@ def test_a_resumed_run_compares_its_sampler_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(type(resumed.step.engine), "stream", another_policys)
     with pytest.raises(RankError, match="1 nats from the trainer's on average"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("engine", ["fast", "generate"])
+def test_generation_kwargs_reach_the_rollout(tmp_path, engine):
+    """The engine `generate` heeded none of them, and no engine the special tokens."""
+
+    def drawn(**kwargs):
+        settings = {"num_generations": 8, "max_steps": 1, "learning_rate": 0.0, "generation_kwargs": kwargs}
+        trainer = make_trainer(tmp_path, engine=engine, **settings)
+        kept = kept_batches(trainer)
+        trainer.train()
+        (ids,) = {tuple(row.token_ids) for row in kept[0].rows}  # eight greedy completions of one prompt
+        return ids
+
+    whole = drawn(top_k=1, min_new_tokens=8)
+    assert len(whole) == 8
+    end = next(token for token in whole if token != tiny_tokenizer().eos_token_id)
+    assert drawn(top_k=1, eos_token_id=[tiny_tokenizer().eos_token_id, end]) == whole[: whole.index(end) + 1]

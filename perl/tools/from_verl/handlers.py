@@ -75,10 +75,6 @@ def updates(value: Any, verl: Verl) -> int:
     return positive(value) * verl.updates_per_rollout
 
 
-def steps(field: str) -> Handler:
-    return lambda value, verl: Translated({field: updates(value, verl)})
-
-
 def frequency(field: str, on: Mapping[str, Any], never: Mapping[str, Any]) -> Handler:
     """A number of steps between two events; not above 0 is never."""
 
@@ -252,7 +248,8 @@ def critic_model(value: Any, verl: Verl) -> Outcome:
 def schedule(value: Any, verl: Verl) -> Outcome:
     """lr_scheduler_type, its warm-up and its lowest rate, which TRL has in three fields."""
     optim = f"{ACTOR}.optim"
-    kind = verl.first(f"{optim}.lr_scheduler_type", f"{optim}.warmup_style", f"{optim}.lr_decay_style") or "constant"
+    kind = verl[f"{optim}.warmup_style"]  # in verl too it goes before the name that has taken its place
+    kind = kind or verl.first(f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style") or "constant"
     steps, ratio, lowest = (verl[f"{optim}.{k}"] for k in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"))
     if kind not in ("constant", "cosine"):
         return Refused(f"{shown(kind)}: constant and cosine are there")
@@ -262,6 +259,8 @@ def schedule(value: Any, verl: Verl) -> Outcome:
         fields["training.lr_scheduler_kwargs"] = {"min_lr_rate": number(lowest)}
     if isinstance(steps, int) and steps > 0:
         fields["training.warmup_steps"] = updates(steps, verl)
+    elif ratio and number(ratio) >= 1:
+        return Refused(f"lr_warmup_steps_ratio={shown(ratio)}: from 1 on it is steps here; write a ratio below 1")
     elif ratio and number(ratio) > 0:
         fields["training.warmup_steps"] = number(ratio)
     if kind == "constant" and "training.warmup_steps" in fields:
@@ -323,10 +322,14 @@ def completion_length(value: Any, verl: Verl) -> Outcome:
 
 
 def sampled_validation(verl: Verl) -> bool:
-    """Whether validation draws; else it is greedy, as by verl's defaults. In several turns verl's agent loop validates,
-    which reads temperature and top_p but not do_sample."""
-    draws = verl[f"{TURNS}.enable"] is True or verl[f"{ROLLOUT}.val_kwargs.do_sample"]
+    """Whether validation draws; else it is greedy, as by verl's defaults."""
+    draws = _by_agent_loop(verl) or verl[f"{ROLLOUT}.val_kwargs.do_sample"]
     return bool(draws) and verl[f"{ROLLOUT}.val_kwargs.temperature"] != 0
+
+
+def _by_agent_loop(verl: Verl) -> bool:
+    """Whether verl's agent loop validates, by default or in several turns: it reads all of val_kwargs but do_sample."""
+    return verl[f"{ROLLOUT}.mode"] != "sync" or verl[f"{TURNS}.enable"] is True
 
 
 def validation_n(value: Any, verl: Verl) -> Outcome:
@@ -338,6 +341,12 @@ def validation_n(value: Any, verl: Verl) -> Outcome:
 def validation_temperature(value: Any, verl: Verl) -> Outcome:
     temperature = verl[f"{ROLLOUT}.val_kwargs.temperature"]
     return Translated({"validation.temperature": not_negative(temperature) if sampled_validation(verl) else 0.0})
+
+
+def validation_draws(value: Any, verl: Verl) -> Outcome:
+    if yes_or_no(value) or _by_agent_loop(verl):
+        return NoEffect("val_kwargs.temperature decides")
+    return validation_temperature(value, verl)
 
 
 # Model and rollouts
@@ -478,7 +487,7 @@ def reward_functions(value: Any, verl: Verl) -> Translated:
         return Translated({"reward.functions": ["accuracy", "think"], "reward.weights": [0.9, 0.1]}, note)
     else:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
-    buffer, weight = _overlong(verl), 1.0
+    buffer, weight = punishment(verl), 1.0
     if functions == ["accuracy"] and (buffer or scale_matters(verl)):
         weight = 2.0 if _scored_with_signs(verl) else 1.0
         scores = "-1 or 1, accuracy 0 or 1" if weight == 2 else "0 or 1, as accuracy is (-1 or 1 for DAPO's and AIME's)"
@@ -532,11 +541,13 @@ def _is_signed(file: str) -> bool:
     return SIGNED.search(named.lower()) is not None
 
 
-def _overlong(verl: Verl) -> tuple[int, float] | None:
+def punishment(verl: Verl) -> tuple[int, float] | None:
     """(length, factor) of DAPO's soft punishment, where it is on: only the reward manager dapo looks at it."""
     for group in OVERLONG if _manager(verl) == "dapo" else ():
         if verl[f"{group}.enable"]:
-            return whole(verl[f"{group}.len"]), number(verl[f"{group}.penalty_factor"] or 1.0)
+            factor = verl[f"{group}.penalty_factor"]
+            factor = 1.0 if factor is None else number(factor)
+            return (whole(verl[f"{group}.len"]), factor) if factor else None
     return None
 
 
@@ -547,11 +558,11 @@ def _manager(verl: Verl) -> str:
 
 
 def overlong(value: Any, verl: Verl) -> Outcome:
-    if _overlong(verl):
+    if punishment(verl):
         return reward_functions(value, verl)
     if (manager := _manager(verl)) != "dapo":
         return NoEffect(f"only the reward manager dapo looks at it, and this one is {manager}")
-    return NoEffect("overlong_buffer.enable is False")
+    return NoEffect("overlong_buffer.enable is False, or its penalty_factor 0")
 
 
 def reward_kwargs(value: Any, verl: Verl) -> Outcome:
@@ -579,13 +590,20 @@ def report_to(value: Any, verl: Verl) -> Outcome:
 
 def epochs(value: Any, verl: Verl) -> Outcome:
     if verl["trainer.total_training_steps"]:
-        return NoEffect("in verl too: total_training_steps goes before it")
+        return NoEffect("total_training_steps decides here")
     return Translated({"training.num_train_epochs": positive(value), "training.max_steps": -1})
 
 
+def training_steps(value: Any, verl: Verl) -> Outcome:
+    epochs = f"total_epochs={shown(verl['trainer.total_epochs'])}"
+    note = f"verl ends after {epochs} where that is earlier, here steps decide; leave them out to end by epochs"
+    return Translated({"training.max_steps": updates(value, verl)}, note)
+
+
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
+    """verl trains the policy from this step on, and its first one is 1."""
     if verl.has_critic:
-        return Translated({"critic.warmup_steps": updates(value, verl)})
+        return Translated({"critic.warmup_steps": updates(value, verl) - verl.updates_per_rollout})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
 
 

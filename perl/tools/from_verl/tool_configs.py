@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from perl.base.files import read_yaml
 from perl.base.paths import user_path
 from perl.environments.sandbox import Limits
 from perl.environments.tools import TOOLS
@@ -56,7 +57,7 @@ def _content(file: str) -> Any:
             raise ValueError(f"more than {MOST_BYTES >> 10} KiB; name a file with the tools alone")
         text = content.decode()
         _require_plain(text)
-        return yaml.safe_load(text)
+        return read_yaml(text)
     except FileNotFoundError:
         raise ValueError(
             f"{file}: no such file here; start from-verl where verl is started, or name the file"

@@ -12,6 +12,7 @@ from perl.base.errors import UserError, lookup
 from perl.config.files import look_for
 from perl.config.load import GRPO, Config, parse_for
 from perl.environments.tools import load_environment
+from perl.tools.launch import local_workers, requested_processes
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import (
     critic_of,
@@ -34,7 +35,8 @@ MODES = get_args(Parallel)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_flags(parser, "every --config.… flag goes before it")
     parser.add_argument("--device", default=None, help=f"{', '.join(DEVICES)}; default: this machine's")
-    parser.add_argument("--count", type=int, default=None, help="devices, one process each; default: this machine's")
+    many = "devices that train, one process each; default: the launch script's choice"
+    parser.add_argument("--count", type=int, default=None, help=many)
     parser.add_argument(
         "--parallel",
         default=None,
@@ -45,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: Any) -> int:
     """Print what the run takes; 0 whether it fits or not."""
-    where, count = _device(args.device, args.count)
-    parallel = parallel_of(where, count) if args.parallel is None else _mode(args.parallel, count)
     flags = given_flags(args)
     recipe, taken = look_for(args.recipe, "recipe")
     program, why = program_of(recipe, flags[::2], args.method)
     parsed = parse_for(program, ["--recipe", recipe, *flags])
+    where, count = _device(args.device, args.count, local_workers(parsed.values))
+    parallel = parallel_of(where, count) if args.parallel is None else _mode(args.parallel, count)
     config = parsed.build(count)
     strategy = parallel if parallel in STRATEGIES else ""
     check_method(config.peft, config.training, strategy)
@@ -74,7 +76,7 @@ def packed_by_kernel(wanted: bool | Literal["auto"], where: Device, job: Job) ->
     return where.packs and job.compute_bytes == 2 if wanted == "auto" else wanted
 
 
-def _device(name: str | None, count: int | None) -> tuple[Device, int]:
+def _device(name: str | None, count: int | None, workers: int) -> tuple[Device, int]:
     here = device.detect()
     if name is None:
         kinds = [known for known, other in DEVICES.items() if other.kind == here.kind]
@@ -83,7 +85,7 @@ def _device(name: str | None, count: int | None) -> tuple[Device, int]:
         name = kinds[0]
     chosen = lookup(DEVICES, name, "device", "--device")
     if count is None:
-        count = here.count if chosen.kind == here.kind and not chosen.cpu else 1
+        count = requested_processes(here, workers) if chosen.kind == here.kind else 1
     if count < 1:
         raise UserError(f"--count {count}: write a number of devices from 1")
     if chosen.cpu:

@@ -22,7 +22,7 @@ from perl.config.sft import SFTRunConfig
 from perl.engines.quantised_base import check_drawn
 from perl.models.few_bits import FIELDS, bits_of, described, fields_of
 from perl.models.folders import from_hub, reason_of, require_sizes
-from perl.tools.launch import CONFIGS, accelerate_file
+from perl.tools.launch import accelerate_file
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_weights, worker_items
 
 MODEL_FLAG = "--config.model.model_name_or_path"
@@ -30,6 +30,8 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """Of a layer of Llama's family; with others in it the formulas would count wrong."""
 FLOAT_ADAMWS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused", "adamw_torch_xla")
 """Optimizers with two states of the parameters' dtype, on their device."""
+KINDS = {"MULTI_NPU": ("npu",), "MULTI_GPU": ("cuda",), "DEEPSPEED": ("npu", "cuda"), "FSDP": ("npu", "cuda")}
+"""An accelerate file's distributed_type -> kinds of device that it fits, where it does not say use_cpu."""
 OF_OTHER_SHAPE = ("dora", "vera", "miss", "ia3", "ln_tuning", "hra", "oft")
 """Methods whose layers compute something else than B A x."""
 
@@ -280,12 +282,14 @@ def _vllms(shape: Shape, job: Job, device: Device) -> str:
 def parallel_of(device: Device, count: int) -> Parallel:
     """How the launch script would share the work: ACCELERATE_CONFIG, else its own choice for the device."""
     chosen = os.environ.get("ACCELERATE_CONFIG")
-    path, content = accelerate_file(device.kind, count)
+    _, content = accelerate_file(device.kind, count)
     if count == 1 and not chosen:
         return "single"
-    if chosen and (kind := path.stem.partition("_")[0]) != device.kind and kind in CONFIGS:
+    kinds = ("cpu",) if content.get("use_cpu") else KINDS.get(str(content.get("distributed_type")), (device.kind,))
+    if device.kind not in kinds:
         raise UserError(
-            f"ACCELERATE_CONFIG={chosen}: is for {kind}, this plan for {device.name}; name its --device, or unset it"
+            f"ACCELERATE_CONFIG={chosen}: is for {' or '.join(kinds)}, this plan for {device.name}; name its --device,"
+            " or unset it"
         )
     deepspeed = content.get("deepspeed_config")
     stage = deepspeed.get("zero_stage", 0) if isinstance(deepspeed, dict) else 0

@@ -26,13 +26,14 @@ done
 [ -n "${PYTHON:-}" ] || { echo "error: no python3 found; install Python 3.11, or set PYTHON" >&2; exit 2; }
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 
-case " $* " in
-    *" --help "* | *" -h "*) exec "$PYTHON" -m perl.train "$@" ;;
-esac
-case " $* " in
-    *" --recipe "* | *" --recipe="*) ;;
-    *) set -- --recipe "$repo/recipes/dapo_lora.yaml" "$@" ;;
-esac
+recipe=
+for word in "$@"; do
+    case $word in
+        --help | -h) exec "$PYTHON" -m perl.train "$@" ;;
+        --recipe | --recipe=*) recipe=$word ;;
+    esac
+done
+[ -n "$recipe" ] || set -- --recipe "$repo/recipes/dapo_lora.yaml" "$@"
 
 # Threads of several CPU processes would fight for the cores; one each is up to ten times faster.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

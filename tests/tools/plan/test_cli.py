@@ -10,6 +10,11 @@ import pytest
 
 from perl.__main__ import main
 from perl.base.errors import UserError
+from perl.config.sft import SFT
+from perl.device import Devices
+from perl.tools.plan.devices import DEVICES
+from perl.tools.plan.inputs import parallel_of
+from perl.tools.recipe_flags import program_of
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes" / "dapo_lora.yaml")
@@ -113,6 +118,14 @@ def test_a_fine_tunings_recipe_is_planned_as_such(plan):
     assert "supervised fine-tuning" in text
     assert "rows: 8 an update, 4 a forward and device, of up to 1024 tokens" in text
     assert "rollout" not in text
+
+
+def test_a_base_in_the_home_folder_says_whose_recipe_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "sft.yaml").write_text("training: {packing: true}")
+    (tmp_path / "mine.yaml").write_text("base: ~/sft.yaml")
+    assert program_of(str(tmp_path / "mine.yaml"), [], None) == (SFT, [])
 
 
 def test_a_recipe_of_either_is_taken_as_grpos_with_a_line(plan, tmp_path):
@@ -304,24 +317,65 @@ def test_the_accelerate_file_of_the_environment_decides(plan, monkeypatch):
     assert json.loads(plan(*flags, "--parallel", "zero3"))["parallel"] == "zero3"
 
 
-def test_the_accelerate_file_of_another_kind_of_device_is_one_line(plan, monkeypatch):
-    file = ROOT / "scripts" / "accelerate" / "npu_zero3.yaml"
+@pytest.mark.parametrize(
+    ("name", "device", "kinds"),
+    [
+        ("npu_zero3", "cpu", "npu or cuda"),
+        ("npu_fsdp2", "cpu", "npu or cuda"),
+        ("npu_ddp", "h100", "npu"),
+        ("cuda_ddp", "910b", "cuda"),
+        ("cpu", "h100", "cpu"),
+    ],
+)
+def test_the_accelerate_file_of_another_kind_of_device_is_one_line(monkeypatch, name, device, kinds):
+    file = ROOT / "scripts" / "accelerate" / f"{name}.yaml"
     monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
     with pytest.raises(UserError) as error:
-        plan(RECIPE, MODEL, QWEN, "--device", "cpu")
-    assert str(error.value).startswith(f"ACCELERATE_CONFIG={file}: is for npu, this plan for cpu")
+        parallel_of(DEVICES[device], 8)
+    assert str(error.value).startswith(f"ACCELERATE_CONFIG={file}: is for {kinds}, this plan for {device}")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "parallel"),
+    [
+        ("npu_zero3", "h100", "zero3"),  # docs/training.md gives both for GPUs too
+        ("npu_fsdp2", "h100", "fsdp2"),
+        ("cuda_zero2", "910b", "zero2"),
+        ("npu_ddp", "910b", "ddp"),
+        ("cuda_ddp", "h100", "ddp"),
+        ("cpu", "cpu", "ddp"),
+        ("single", "cpu", "ddp"),
+    ],
+)
+def test_what_an_accelerate_file_holds_says_which_devices_it_fits(monkeypatch, name, device, parallel):
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(ROOT / "scripts" / "accelerate" / f"{name}.yaml"))
+    assert parallel_of(DEVICES[device], 8) == parallel
+
+
+def test_as_many_processes_as_the_launch_script_starts(plan, monkeypatch):
+    """Four of the eight devices draw."""
+    monkeypatch.setattr("perl.device.detect", lambda: Devices("cuda", 8))
+    flags = str(ROOT / "recipes" / "gsm8k_pool_7b.yaml"), MODEL, QWEN, "--device", "h100", "--json"
+    assert json.loads(plan(*flags))["count"] == 4
+    monkeypatch.setenv("NUM_PROCESSES", "2")
+    assert json.loads(plan(*flags))["count"] == 2
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\xff\xfe", "not a readable YAML file"), (b"a: [", "not a readable YAML file"), (b"", "holds no settings")],
+    [
+        (b"\xff\xfe", "not a readable YAML file ('utf-8' codec can't decode"),
+        (b"a: [", "not a readable YAML file (while parsing"),
+        (b"a: 1\na: 2", "not a readable YAML file (a stands in line 1 and again in line 2; write it once); take"),
+        (b"", "holds no settings; take one of "),
+    ],
 )
 def test_an_accelerate_file_that_says_nothing_is_one_line(plan, monkeypatch, tmp_path, content, said):
     (tmp_path / "mine.yaml").write_bytes(content)
     monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "mine.yaml"))
     with pytest.raises(UserError) as error:
         plan(RECIPE, MODEL, QWEN, "--device", "910b", "--count", "2")
-    assert str(error.value).startswith(f"ACCELERATE_CONFIG={tmp_path / 'mine.yaml'}: {said}; take one of ")
+    assert str(error.value).startswith(f"ACCELERATE_CONFIG={tmp_path / 'mine.yaml'}: {said}")
 
 
 TORN = '{"model_type": "qwen2", "hidden_size": 35'
