@@ -112,7 +112,6 @@ NOT_OF_THE_COMMAND_EITHER = {
     "dapo_math_qwen3_8b": {
         "algorithm.name": "DAPO's other parts",
         "training.max_tokens_per_microbatch": "a row a forward",
-        "training.num_train_epochs": "max_steps goes before it",
         "validation.top_k": "0 and 1.0 are what it is without",
         "validation.top_p": "the same",
     },
