@@ -45,10 +45,15 @@ def described(fields: Mapping[str, Any]) -> str:
     return f"{bits} bits ({method}{kind})" if bits else method
 
 
+def require_kernels(flag: str, kind: device.Kind) -> None:
+    """A UserError, which begins with `flag`, where bitsandbytes has no kernels for a kind of device."""
+    if not device.HAS_BITSANDBYTES[kind]:
+        raise UserError(f"{flag}: bitsandbytes has no kernels for a device of kind {kind}; write none")
+
+
 def require_bitsandbytes(flag: str) -> None:
     """A UserError, which begins with `flag`, where bitsandbytes is not installed, or has no kernels for the device."""
-    if not device.HAS_BITSANDBYTES[kind := device.detect().kind]:
-        raise UserError(f"{flag}: bitsandbytes has no kernels for a device of kind {kind}; write none")
+    require_kernels(flag, device.detect().kind)
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{flag}: bitsandbytes is not installed; pip install 'bitsandbytes>=0.48', or write none")
 

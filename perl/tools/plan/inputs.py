@@ -20,7 +20,7 @@ from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.engines.quantised_base import check_drawn
-from perl.models.few_bits import FIELDS, bits_of, described, fields_of
+from perl.models.few_bits import FIELDS, bits_of, described, fields_of, require_kernels
 from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.tools.launch import accelerate_file
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_weights, worker_items
@@ -172,6 +172,8 @@ def job_of(
         config: `parsed`, built for so many processes.
         quantised: as `quantised_fields` has it.
     """
+    if config.model.quantization != "none":
+        require_kernels(f"--config.model.quantization {config.model.quantization}", device.kind)
     training, full = config.training, config.peft.type == "none"
     dtype = config.model.dtype or ("float32" if device.cpu or full else "bfloat16")
     weight_bytes = 4 if dtype == "float32" else 2

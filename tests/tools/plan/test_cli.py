@@ -213,6 +213,8 @@ def test_a_base_in_4_bits_is_offered_where_bitsandbytes_has_kernels(plan):
     for device, offered in (("910b", False), ("h100", True), ("cpu", True)):
         found = json.loads(plan(RECIPE, MODEL, QWEN, "--device", device, "--json"))
         assert ("loaded in 4 bits" in found["by_quantisation"]) == offered
+    with pytest.raises(UserError, match=r"quantization nf4: bitsandbytes has no kernels for a device of kind npu"):
+        plan(RECIPE, MODEL, QWEN, *NF4, "--device", "910b")
 
 
 def test_rollouts_by_a_copy_on_a_cpu(plan):
