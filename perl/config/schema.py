@@ -307,7 +307,7 @@ class RewardConfig:
     weights: list[float] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     overlong_cache_length: NonNegativeInt = 64
-    deadline_s: NonNegativeFloat = 5.0
+    deadline_s: PositiveFloat = 5.0
     function_deadline_s: PositiveFloat | None = None
 
 

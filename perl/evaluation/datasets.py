@@ -63,7 +63,7 @@ def few_shot_examples(config: EvalConfig, spec: str, problems: Sequence[Problem]
 
 def _examples_of_split(spec: str, count: int, task: str | None) -> list[tuple[str, str]]:
     examples = []
-    for row, where, row_task in rows_of(spec, "train", task):
+    for row, where, row_task in rows_of(spec, None if user_path(spec).is_file() else "train", task):
         if len(examples) == count:
             break
         problem = problem_of_row(row, where, row_task)

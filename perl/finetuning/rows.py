@@ -24,6 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from perl.adapters.checks import check_layers, check_method, strategy_of
 from perl.base.errors import UserError, lookup
+from perl.grading.entries import read_entry
+from perl.grading.rules import RULES
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.prompts import build_messages, encode
@@ -178,7 +180,10 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
     style = TASKS[problem.task].style
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
-    answer = worked_answer(row, where)
+    if read_entry(problem.gold) is None:
+        answer = worked_answer(row, where)
+    else:  # of reasoning-gym: the column has the whole entry, which its scoring reads
+        answer = RULES[TASKS[problem.task].rubric.form].state(problem.gold)
     if answer is None:
         raise UserError(f"{where}: no text of an answer to learn; write it into a column answer or completion")
     return {

@@ -194,8 +194,13 @@ def _clean(answer: str) -> str | None:
 
 def _extract_answer_line(completion: str) -> str | None:
     """DAPO's rule (math_dapo): what stands behind the last `Answer:`, to the end of its line."""
-    match = last_match(_ANSWER_LINE, completion if completion.isascii() else completion.translate(ASCII))
+    match = _answer_line(completion)
     return _clean(match[1]) if match else None
+
+
+def _answer_line(completion: str) -> re.Match[str] | None:
+    """ASCII is character for character, so that positions are those in `completion`."""
+    return last_match(_ANSWER_LINE, completion if completion.isascii() else completion.translate(ASCII))
 
 
 def _extract_answer_tag(completion: str) -> str | None:
@@ -223,7 +228,7 @@ def _last_answer(completion: str) -> str | None:
     if box is None:
         return line
     if line is not None and not is_number(normalize_answer(line)):
-        begin = last_match(_ANSWER_LINE, completion)
+        begin = _answer_line(completion)
         line = None if begin is not None and box[0] > begin.end() else line
     return line or _clean(box[1])
 

@@ -253,6 +253,8 @@ _IS_NAME = re.compile(
     rf"(?:[A-Za-z ]*\s)?{_NAME}'?|\\(?:mathbf|vec|overrightarrow|mathbb|mathcal)\s?\{{[A-Za-z]+\}}"
     r"|\\(?:sin|cos|tan|angle)\s?[A-Z]+"
 )
+_CONSTANT = re.compile(r"\\?(?:pi|phi|varphi|infty)|e")
+_APPROXIMATELY = re.compile(r"\\approx|(?:^|,?\s)(?:which is )?(?:approximately|about|roughly)\s")
 _QUANTIFIER = re.compile(r"\b(?:any|every|either|not|all of(?= \d))\s")
 _OPEN, _CLOSE = re.compile(r"\\\{|\\langle|\\begin|[(\[{]"), re.compile(r"\\\}|\\rangle|\\end|[)\]}]")
 _TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
@@ -530,11 +532,10 @@ def _plus_minus(text: str) -> list[str]:
 
 
 def _without_approximation(text: str) -> str:
-    return (
-        parts[0]
-        if (parts := re.split(r"\\approx|,?\s(?:which is )?(?:approximately|about|roughly)\s", text))[0].strip()
-        else parts[-1]
-    )
+    """The exact value where one stands before the sign or word; behind nothing, or a name alone, what follows."""
+    exact, *others = _APPROXIMATELY.split(text)
+    named = _IS_NAME.fullmatch(exact.strip()) and not _CONSTANT.fullmatch(exact.strip())
+    return others[-1] if others and (named or not exact.strip()) else exact
 
 
 # -------------------------------------------------------------------------------------------------------------- scalars

@@ -30,6 +30,8 @@ BUDGET = 2
 """Deadlines that the late rows of a batch share: each may take half of what is left, and at least LEAST_S."""
 LEAST_S = 0.2
 """Seconds that any row may take: an honest one takes milliseconds, so it is graded behind any number of late ones."""
+LONGEST_S = 86_400.0
+"""A wait of much more is a number that the operating system does not take."""
 REMEMBERED = 4096
 """Questions that took their deadline and are not asked again."""
 START_DEADLINE_S = 120.0
@@ -62,7 +64,7 @@ class MathVerifier:
     """
 
     def __init__(self, deadline_s: float):
-        self._deadline_s = deadline_s
+        self._deadline_s = deadline_s = min(deadline_s, LONGEST_S)
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None

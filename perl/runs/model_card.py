@@ -175,6 +175,9 @@ def read_summaries(folder: Path, own_hash: str, adapter: Path) -> list[Summary]:
     for file in [file for file in files if not file.is_file()]:
         log.warning("%s is left out: its evaluation has not ended", file.parent)
     summaries = [read_json(file, hint=AGAIN, kind=Summary) for file in files if file.is_file()]
+    for file, summary in zip(filter(Path.is_file, files), summaries, strict=True):
+        if not (summary["dataset"] in TASKS or hub_dataset(summary["dataset"])):
+            summary["dataset"] = file.parent.name  # of two files of one name the evaluator's folders have two
     of_adapter = [summary for summary in summaries if scored_hash(summary) == own_hash]
     bases = {hash_of_base(adapter)} if is_whole(adapter) else {summary["base_hash"] for summary in of_adapter}
     of_base = [s for s in summaries if s["adapter_hash"] is None and s["base_hash"] in bases]

@@ -30,12 +30,15 @@ _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's 
 
 
 def find_files(path: Path, split: str | None) -> list[Path]:
-    """The files of `path` that hold `split`: the file itself, or in a folder `<split>.parquet` and the like, or the
-    shards `<split>-00000-of-00002.parquet`. Without a split, a folder's test files, else its train files."""
+    """The files of `path` that hold `split`: the file itself, which is one split, or in a folder `<split>.parquet` and
+    the like, or the shards `<split>-00000-of-00002.parquet`. Without a split, a folder's test files, else its train
+    files."""
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"{path}: no such file or folder; {_WRITE}")
     if path.is_file():
         check_suffix(path)
+        if split and not path.stem.startswith(split):
+            raise UserError(f"{path}: is one file, which has no split {split!r}; leave the split out, or name a folder")
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: is a device or a pipe; {_WRITE}")

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--output: no such folder {output.parent}")
     if output.is_dir():
         raise UserError(f"--output: {output} is a folder; name a file in it")
-    if not args.deadline_s >= 0:
-        raise UserError(f"--deadline_s {args.deadline_s:g}: write a number of seconds from 0")
+    if not args.deadline_s > 0:
+        raise UserError(f"--deadline_s {args.deadline_s:g}: write a number of seconds above 0")
     reasons: Counter[str] = Counter()
     # A lone surrogate, which json may hold and UTF-8 may not, is written as the escape it came as.
     with Grader(args.deadline_s) as grader, atomic_write(target(output), errors="backslashreplace") as lines:

@@ -57,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"test: {len(held_out)} rows held out of train, chosen by a hash of their prompts")
         else:
             print(f"test: none, as a tenth of {len(splits['train'])} rows is less than one")
+    for split in set(SPLITS) - splits.keys():
+        if (file := folder / f"{split}.parquet").exists():
+            raise UserError(
+                f"--local_save_dir {folder}: {file.name} is there already, and this run writes none: its rows may be"
+                " among the others'; remove it, or write another folder"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -188,6 +188,8 @@ def test_answer_takes_the_box_only_where_no_line_states_one():
     assert read("answer", "Answer:\n\\boxed{34}") == "34"
     assert read("answer", "so \\boxed{34}") == "34"
     assert read("answer", "so 34") is None
+    for colon in ":：":
+        assert read("answer", f"**Answer{colon}** 最终答案如下\n\n\\boxed{{34}}") == "34"
     assert read("answer", "Answer: 34, that is\n\\boxed{35}") == "35"
     assert read("answer", "Answer: 34\n\\boxed{35}") == "34"
     assert read("answer", "Answer: let us count.\nSo \\boxed{34}.") == "34"

@@ -22,6 +22,8 @@ def B(answer: str) -> str:
 
 
 WRONG = [
+    ("x \\approx 15.7", B("x")),
+    ("3.14", B("\\pi \\approx 3.14")),
     ("5", B("5 \\text{ million}")),
     ("5", B("5!")),
     ("5", B("2x=5y")),
@@ -312,6 +314,12 @@ WRONG += [
     ("4", B("\\boxed{5}")),
 ]
 RIGHT += [
+    ("15.7", B("x \\approx 15.7")),
+    ("15.7", B("V \\approx 15.7\\text{ cm}^3")),
+    ("x \\approx 15.7", B("15.7")),
+    ("15.7", "The answer is approximately 15.7."),
+    ("15.7", B("\\text{about } 15.7")),
+    ("\\pi", B("\\pi \\approx 3.14")),
     ("7", B("\\text{7 apples}")),
     ("7", B("n=7\\text{ apples}")),
     ("7", B("7\\ \\text{units}")),

@@ -161,6 +161,16 @@ def test_splits_of_a_folder(tmp_path):
         load_problems(str(tmp_path), "validation")
 
 
+def test_a_single_file_has_no_splits(tmp_path):
+    """It was read whole, and its results told the split that was asked for."""
+    for name in ("test.jsonl", "test-00000-of-00001.jsonl", "all.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    assert len(load_problems(str(tmp_path / "test.jsonl"), "test", task="gsm8k")) == 1
+    assert len(load_problems(str(tmp_path / "test-00000-of-00001.jsonl"), "test", task="gsm8k")) == 1
+    with pytest.raises(UserError, match=r"all\.jsonl: is one file, which has no split 'test'; leave the split out"):
+        load_problems(str(tmp_path / "all.jsonl"), "test", task="gsm8k")
+
+
 def test_training_never_takes_the_test_split_by_itself(tmp_path):
     assert [training_split(name) for name in ("gsm8k", "openai/gsm8k", "dapo-math", "some/set")] == ["train"] * 4
     assert training_split(str(tmp_path)) == "train"

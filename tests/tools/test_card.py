@@ -104,16 +104,14 @@ def test_the_scores_of_an_adapter_enter_its_card(folder, results, tmp_path, caps
         assert (result.metric_args["temperature"], result.metric_args["max_new_tokens"]) == (1.0, 8)
         assert (result.task_type, result.dataset_type, result.dataset_name) == (
             "text-generation",
-            "sums.jsonl",
-            "sums.jsonl",
+            "sums",
+            "sums",
         )
     assert card.data.model_name == "run"
     assert card.data.license == "apache-2.0"
     for name, who in (("base", "the base"), ("checkpoint-2", "this adapter")):
         e = scored[name]["metrics"]["accuracy"]
-        line = (
-            f"| sums.jsonl | {who} | accuracy | {100 * e['value']:.2f} | {100 * e['low']:.2f} – {100 * e['high']:.2f} |"
-        )
+        line = f"| sums | {who} | accuracy | {100 * e['value']:.2f} | {100 * e['low']:.2f} – {100 * e['high']:.2f} |"
         assert line in card.text
     assert "8 problems, 4 samples of each; temperature 1, top_p 1" in card.text
     assert "engine hf" in card.text

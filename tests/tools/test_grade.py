@@ -123,3 +123,13 @@ def test_every_listed_command_has_its_module():
         assert callable(module.add_arguments)
         assert callable(module.run)
         assert description
+
+
+def test_a_deadline_that_never_comes(tmp_path):
+    """poll() takes no number of seconds that large."""
+    source = write(tmp_path / "in.jsonl", [{"gold": "x+1", "output": "\\boxed{1+x}"}])
+    words = "grade", "--task", "math", "--input", source, "--output", str(tmp_path / "out.jsonl"), "--deadline_s"
+    done = perl(*words, "1e10")
+    assert (done.returncode, "accuracy 1.0000" in done.stdout) == (0, True), done.stderr
+    done = perl(*words, "0")
+    assert (done.returncode, done.stderr) == (2, "error: --deadline_s 0: write a number of seconds above 0\n")

@@ -124,6 +124,17 @@ def test_of_fewer_than_ten_rows_none_is_held_out(tmp_path, capsys):
     assert len(load_problems(str(tmp_path / "out"))) == 5
 
 
+def test_a_split_of_an_earlier_run_is_not_left_beside_all_rows(tmp_path):
+    """The rows that it had held out would be in train.parquet too."""
+    source = write(tmp_path / "rows.jsonl", [dapo_row(f"Find {n}.", str(n)) for n in range(40)])
+    command = "dapo-math", "--local_save_dir", str(tmp_path / "out"), "--source", source, "--test_rows"
+    assert run(*command, "4") == 0
+    with pytest.raises(UserError, match=r"out: test\.parquet is there already, .*; remove it, or write another"):
+        run(*command, "0")
+    assert len(load_problems(str(tmp_path / "out"), "train")) == 36
+    assert run(*command, "3") == 0  # both are written anew
+
+
 def test_held_out_rows_do_not_depend_on_the_order(tmp_path):
     rows = [dapo_row(f"Find {n}.", str(n)) for n in range(40)]
     answers = []

@@ -629,3 +629,12 @@ def test_the_memory_of_several_steps_is_their_last_peak(tmp_path):
         trainer._log_step({"perf/max_memory_allocated_gb": allocated, "perf/throughput": allocated})
     assert trainer._metrics["train"]["perf/max_memory_allocated_gb"] == [3.0]
     assert trainer._metrics["train"]["perf/throughput"] == [1.0, 3.0]
+
+
+def test_of_an_entry_of_reasoning_gym_the_answer_is_learned(tmp_path):
+    """Its column has all that the scoring reads, which was learned as it stood."""
+    entry = json.dumps({"answer": "3", "generator": "chain_sum", "settings": {}, "question": "1+2?", "metadata": {}})
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "1+2?", "answer": entry}) + "\n")
+    (row,) = read(str(file), None, None, "reasoning_gym", None)
+    assert row["completion"] == [{"role": "assistant", "content": "<answer>3</answer>"}]
