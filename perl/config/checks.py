@@ -31,6 +31,11 @@ def check_values(values: Namespace) -> None:
             "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
             " trains, perl/eval.py scores checkpoints"
         )
+    if training.save_strategy == "best":
+        raise UserError(
+            "--config.training.save_strategy best: is of TRL's own evaluation; write steps or epoch, and"
+            " --config.validation.save_best true"
+        )
     for name in ("chat_template_kwargs", "generation_kwargs"):
         if isinstance(text := training[name], str):  # which TRL takes, and nothing can be looked up in
             raise UserError(

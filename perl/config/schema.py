@@ -300,7 +300,7 @@ class RewardConfig:
         overlong_cache_length: last tokens of max_completion_length over which `overlong` falls from 0 to -1.
         deadline_s: seconds that the verification of one completion may take before it counts as wrong.
         function_deadline_s: seconds that one call of a reward function may take before the run ends; null is half of
-            training.ddp_timeout, which must be longer.
+            training.ddp_timeout, which must be longer, over the number of functions.
     """
 
     functions: list[str] = field(default_factory=lambda: ["accuracy"])

@@ -30,7 +30,15 @@ from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.prompts import build_messages, encode
 from perl.runs import checkpoints, rundir
-from perl.runs.setup import MODEL_FLAG, PROBLEM, check_length, check_quantization, load_tokenizer, model_dtype
+from perl.runs.setup import (
+    MODEL_FLAG,
+    PROBLEM,
+    check_checkpoints,
+    check_length,
+    check_quantization,
+    load_tokenizer,
+    model_dtype,
+)
 from perl.runs.tracking import check_trackers
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split, worked_answer
 from perl.tasks.files import Row, json_mistake, require_characters
@@ -71,12 +79,13 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     strategy = strategy_of(training)
     check_method(config.peft, training, strategy)
     check_length(training)
+    check_checkpoints(training)
     check_trackers(training)
     model_dtype(config)
     check_quantization(config, strategy)
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
-    checkpoints.check_made(checkpoint, training)
+    checkpoints.check_made(checkpoint, training, config.peft)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     if has_images(tokenizer):
         raise UserError(

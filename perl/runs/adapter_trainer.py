@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,7 @@ from perl.adapters.none import autocast_dtype, complete_model, has_adapter
 from perl.base.files import SAVING
 from perl.config.schema import PeftConfig
 from perl.runs import process_state
-from perl.runs.checkpoints import CARD, TRAINER_STATE, made_by, put_in_place
+from perl.runs.checkpoints import CARD, TRAINER_STATE, kept_of, made_by, put_in_place
 from perl.runs.nonfinite import NonFinite, require_finite_weights
 from perl.runs.process_state import ProcessState, RolloutState
 
@@ -190,7 +190,8 @@ class AdapterTrainer:
             (run_dir / SAVING / CARD).unlink(missing_ok=True)  # TRL's
         if self.state.best_global_step:
             self._name_best(run_dir, run_dir / SAVING / name)
-        self.put_in_place(run_dir / SAVING / name, run_dir / name, made_by(self.args))
+        contents = {"made": made_by(self.args), "kept": kept_of(self.args, self.adapter_config)}
+        self.put_in_place(run_dir / SAVING / name, run_dir / name, contents)
         if self.args.push_to_hub:
             if self.args.should_save and self.write_card is not None:
                 shutil.copyfile(run_dir / name / CARD, run_dir / CARD)
@@ -213,7 +214,7 @@ class AdapterTrainer:
         if self.args.should_save:
             self.state.save_to_json(str(made / TRAINER_STATE))
 
-    def put_in_place(self, made: Path, folder: Path, contents: dict[str, int] | None = None) -> None:
+    def put_in_place(self, made: Path, folder: Path, contents: Mapping[str, Any] | None = None) -> None:
         """perl.runs.checkpoints.put_in_place, when every process has written its files into `made`; on each node that
         has a disk of its own. Every process must come here."""
         main, names = self.args.process_index == 0, [uuid.uuid4().hex]
@@ -289,13 +290,15 @@ class AllocateRanks(TrainerCallback):
 
 
 class GoOn(TrainerCallback):
-    """A resumed run takes up what it had counted. (transformers sets it to 0 just before this event.)"""
+    """A resumed run takes up what it had counted (transformers sets it to 0 just before this event), and logs and saves
+    as often as it is told now (transformers: as the checkpoint was)."""
 
     def __init__(self, restore: Callable[[], Any]):
         self.restore = restore
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.restore()
+        state.compute_steps(args, state.max_steps)
 
 
 def hook_inputs_once(model: Any) -> None:

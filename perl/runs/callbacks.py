@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -216,8 +217,10 @@ class StopOnSignal(TrainerCallback):
             return
         if args.world_size > 1:
             torch.distributed.barrier()  # the launcher ends all processes as soon as one ends
-        name, more = signal.Signals(self.received).name, f" and --config.training.output_dir {run_dir}"
-        how = f"the same flags{more} --config.training.resume_from_checkpoint {AUTO}"
+        name, folder = signal.Signals(self.received).name, shlex.quote(str(run_dir))
+        how = (
+            f"the same flags and --config.training.output_dir {folder} --config.training.resume_from_checkpoint {AUTO}"
+        )
         if args.resume_from_checkpoint == AUTO:
             how = "the same command"
         raise Stopped(

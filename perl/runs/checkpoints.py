@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -24,6 +25,8 @@ from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, VALIDATION
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+    from perl.config.schema import PeftConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +38,23 @@ CONTENTS = "checkpoint.json"
 TRAINER_STATE, CARD = "trainer_state.json", "README.md"
 CRITIC = Path("critic") / "critic.safetensors"
 """Where the critic lies in a checkpoint and in a run's folder, if there is one."""
+RESULTS = ("adapter", "model", CRITIC.parent.name)
+"""What a run that has ended leaves; one that goes on writes them again."""
 FLAG = "--config.training.resume_from_checkpoint"
 AUTO = "auto"
 
 Made = dict[str, int]
 """What the place in the data is counted in, by name: `made_by`."""
+OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "optim")
+"""Fields of `training` that a checkpoint's optimizer decides, and not the run that goes on with it."""
+OF_THE_ADAPTER = ("type", "r", "lora_alpha", "target_modules", "lora_plus_lr_ratio", "oft_block_size")
+"""Fields of `peft` that its weights were made with."""
 
 
 class Contents(TypedDict):
     made: Made
+    kept: NotRequired[dict[str, Any]]
+    """`kept_of` the run; checkpoints of before 0.14 have none."""
     files: dict[str, int]
     """Size in bytes, by path."""
 
@@ -68,6 +79,7 @@ def made_by(training: TrainingArguments) -> Made:
     args: Any = training
     rows = args.per_device_train_batch_size * args.world_size
     made = {"processes": args.world_size, "rows of an optimizer step": rows * args.gradient_accumulation_steps}
+    made["seed"] = args.seed
     if hasattr(args, "num_generations"):
         made["completions of a generation batch"] = args.generation_batch_size
         made["num_generations"] = args.num_generations
@@ -75,12 +87,19 @@ def made_by(training: TrainingArguments) -> Made:
     return made
 
 
-def put_in_place(made: Path, folder: Path, contents: Mapping[str, int] | None = None) -> None:
+def kept_of(training: TrainingArguments, peft: PeftConfig) -> dict[str, Any]:
+    """What a run that goes on has from its checkpoint, by the field's name."""
+    kept = {f"training.{name}": getattr(training, name) for name in OF_THE_OPTIMIZER}
+    kept |= {f"peft.{name}": getattr(peft, name) for name in OF_THE_ADAPTER}
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in kept.items()}
+
+
+def put_in_place(made: Path, folder: Path, contents: Mapping[str, Any] | None = None) -> None:
     """`made` becomes `folder`, whole; where `made` is not there (another process has done it), nothing
     happens.
 
     Args:
-        contents: what CONTENTS says of how it was made; None writes no CONTENTS.
+        contents: what CONTENTS says of how it was made (Contents without `files`); None writes no CONTENTS.
     """
     if not made.is_dir():
         return
@@ -88,7 +107,7 @@ def put_in_place(made: Path, folder: Path, contents: Mapping[str, int] | None = 
     files.pop(CARD, None)  # python -m perl card changes it
     if contents is not None:
         with atomic_write(made / CONTENTS) as file:
-            file.write(json.dumps({"made": dict(contents), "files": files}, indent=1) + "\n")
+            file.write(json.dumps({**contents, "files": files}, indent=1) + "\n")
     before = made.with_name(f"{BEFORE}{folder.name}")
     if folder.exists():
         folder.rename(before)
@@ -176,14 +195,29 @@ def require_same_critic(checkpoint: str | None, algorithm: str, has_critic: bool
         )
 
 
-def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
-    """Another number of processes goes on where it has the same batches, with one warning, as sums over processes are
-    added in another order; where the place in the data would be another, it is a UserError, as it is with DeepSpeed,
-    whose files belong to a process each. Other batches of as many processes are a warning: they were asked for."""
+def check_made(checkpoint: str | None, training: TrainingArguments, peft: PeftConfig) -> None:
+    """A checkpoint of the other program, and other settings than its adapter, optimizer and schedule have, are a
+    UserError. Another number of processes goes on where it has the same batches, with one warning, as sums over
+    processes are added in another order; where the place in the data would be another, it is a UserError, as it is with
+    DeepSpeed, whose files belong to a process each. Other batches of as many processes, and another seed, are a
+    warning: they were asked for."""
     if checkpoint is None:
         return
-    then = read_json(Path(checkpoint) / CONTENTS, FLAG, kind=Contents)["made"]
-    now = made_by(training)
+    contents = read_json(Path(checkpoint) / CONTENTS, FLAG, kind=Contents)
+    then, now = contents["made"], made_by(training)
+    by_grpo = "num_generations" in then
+    if by_grpo != ("num_generations" in now):
+        raise UserError(
+            f"{FLAG} {checkpoint}: it is of perl.{'train' if by_grpo else 'sft'}; to begin with its adapter write"
+            f" --config.peft.adapter {checkpoint}"
+        )
+    before = contents.get("kept", {})
+    for name, value in kept_of(training, peft).items():
+        if (had := before.get(name, value)) != value:
+            raise UserError(
+                f"{FLAG} {checkpoint}: it goes on with --config.{name} {had}, not {value}; write the former, or begin"
+                f" another run with --config.peft.adapter {checkpoint}"
+            )
     changed = [f"{name} {then[name]}, now {now.get(name)}" for name in then if now.get(name) != then[name]]
     if not changed:
         return
@@ -217,8 +251,8 @@ def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
 def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
     written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
-    torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins. A
-    checkpoint of another run brings that run's best adapter along."""
+    torn, and what it has left as its result, are moved to LEFT_BEHIND. The metrics of later steps are cut by their
+    writer, when the training begins. A checkpoint of another run brings that run's best adapter along."""
     for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
         if not (run_dir / before.name.removeprefix(BEFORE)).exists():
             before.rename(run_dir / before.name.removeprefix(BEFORE))
@@ -235,13 +269,17 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
         made_at[best.parent] = read_json(best, hint=f"remove {best.parent}", kind=BestStep)["step"]
     if (before := run_dir / BEST_BEFORE / BEST_FILE).is_file():
         made_at[before.parent] = read_json(before, hint=f"remove {before.parent}", kind=BestStep)["step"]
+    made_at |= {folder: math.inf for name in RESULTS if (folder := run_dir / name).is_dir()}
     for folder, made in made_at.items():
         if made > step:
             kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
-            log.info("%s is of a later step than the run goes on from: moved to %s", folder, kept)
+            whose = (
+                "the result of the attempt before" if made == math.inf else "of a later step than the run goes on from"
+            )
+            log.info("%s is %s: moved to %s", folder, whose, kept)
     if (before := run_dir / BEST_BEFORE).is_dir():
         if best.parent.is_dir():  # no later one took its place
             shutil.rmtree(before)

@@ -317,6 +317,19 @@ def check_processes(module: str = "perl.train") -> None:
         )
 
 
+def check_checkpoints(training: TrainingConfig | SFTTrainingConfig) -> None:
+    """What a run could not go on from as if it had never been interrupted."""
+    if training.save_only_model:
+        raise UserError(
+            "--config.training.save_only_model true: a run that goes on would begin with a new optimizer and schedule;"
+            " leave it out (--config.training.save_total_limit bounds what is kept)"
+        )
+    if training.enable_jit_checkpoint:
+        raise UserError(
+            "--config.training.enable_jit_checkpoint true: perl saves a checkpoint at SIGTERM by itself; leave it out"
+        )
+
+
 def check_length(training: TrainingConfig | SFTTrainingConfig) -> None:
     """There must be a step to make."""
     if training.max_steps == 0 or training.max_steps < -1:

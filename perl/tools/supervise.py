@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -178,9 +179,10 @@ def children(pid: int) -> list[int]:
 
 def same_command(run_dir: Path, argv: list[str]) -> str:
     """How to go on, for a user who has given the script the flags in `argv`."""
-    if any("resume_from_checkpoint" in word and "auto" in f"{word} {after}" for word, after in pairwise([*argv, ""])):
+    flag = "--config.training.resume_from_checkpoint"
+    if any(word == f"{flag}=auto" or (word, after) == (flag, "auto") for word, after in pairwise([*argv, ""])):
         return "the same command"
-    return f"the same flags and --config.training.output_dir {run_dir} --config.training.resume_from_checkpoint auto"
+    return f"the same flags and --config.training.output_dir {shlex.quote(str(run_dir))} {flag} auto"
 
 
 def main(run_dir: Path, argv: list[str]) -> int:

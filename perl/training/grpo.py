@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perl.algorithms import ALGORITHMS
 from perl.base.files import SAVING
 from perl.config.load import Config, parse
 from perl.grading import Grader
@@ -89,8 +90,10 @@ def environment_opened(checked: Checked) -> contextlib.AbstractContextManager[No
 
 
 def reward_deadline(config: Config) -> RewardDeadline:
-    """Shorter than the time that other processes wait for the rewards."""
-    seconds = config.reward.function_deadline_s or config.training.ddp_timeout / 2
+    """All functions together take less than the time that other processes wait for the rewards: they may be called one
+    after the other, and twice with a greedy completion of each prompt."""
+    calls = max(1, len(config.reward.functions)) * (2 if ALGORITHMS[config.algorithm.name].greedy else 1)
+    seconds = config.reward.function_deadline_s or config.training.ddp_timeout / 2 / calls
     return RewardDeadline(
         seconds,
         "if it needs longer, raise --config.reward.function_deadline_s, and --config.training.ddp_timeout, which must"

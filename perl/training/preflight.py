@@ -39,6 +39,7 @@ from perl.runs.setup import (
     MODEL_FLAG,
     PROBLEM,
     build_dataset,
+    check_checkpoints,
     check_length,
     check_quantization,
     limits_of,
@@ -108,7 +109,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.require_same_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
-    checkpoints.check_made(checkpoint, config.training)
+    checkpoints.check_made(checkpoint, config.training, config.peft)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
     template = ChatTemplate(tokenizer, config.training.chat_template_kwargs)  # type: ignore[arg-type]
@@ -179,6 +180,7 @@ def check_training(training: TrainingConfig) -> None:
         value = str(getattr(training, field))
         lookup(dict.fromkeys(known), value, field.replace("loss_type", "loss"), f"--config.training.{field}")
     check_length(training)
+    check_checkpoints(training)
     if training.use_liger_kernel:
         raise UserError(
             "--config.training.use_liger_kernel true: Liger's kernels read memory that is not theirs in a rollout"

@@ -488,6 +488,12 @@ def test_noise_that_never_is_and_a_schedule_that_ends_at_0():
     assert parse([*to_0, "logarithmic"]).warnings == []  # 1 - ln(1 + x (e - 1)) is 0 at x = 1
 
 
+def test_checkpoints_by_the_best_score_are_the_validations():
+    """There was never one."""
+    said = message("--config.training.save_strategy", "best", "--config.training.metric_for_best_model", "loss")
+    assert "save_strategy best: is of TRL's own evaluation; write steps or epoch, and --config.validation.save" in said
+
+
 def test_a_temperature_of_sapo_divides():
     sapo = ["--config.algorithm.name", "sapo"]
     assert "write a number above 0" in message(*sapo, "--config.training.sapo_temperature_neg", "0")

@@ -6,7 +6,7 @@ from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.engines.quantised_base import check_drawn
 from perl.runs.setup import model_dtype
-from perl.training.preflight import check_engine, check_sampling
+from perl.training.preflight import check_engine, check_sampling, check_training
 
 
 def config(*flags):
@@ -47,6 +47,12 @@ def test_vllms_generation_kwargs_have_the_losss_temperature_too():
 
 def test_the_recipes_own_sampling_is_one():
     check_sampling(config().training)
+
+
+@pytest.mark.parametrize("field", ["save_only_model", "enable_jit_checkpoint"])
+def test_a_checkpoint_that_no_run_goes_on_from_as_before_is_refused(field):
+    with pytest.raises(UserError, match=f"^--config.training.{field} true: .*; leave it out"):
+        check_training(config(f"--config.training.{field}", "true").training)
 
 
 def test_two_flags_with_two_dtypes():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,13 +15,16 @@ from safetensors.torch import save_file
 
 from perl.base.errors import UserError
 from perl.base.files import SAVING
+from perl.config.schema import PeftConfig
 from perl.runs.checkpoints import (
     BEFORE,
     CONTENTS,
     check_made,
     find_checkpoint,
+    kept_of,
     last_whole_checkpoint,
     leave_behind,
+    made_by,
     put_in_place,
     torn,
 )
@@ -29,14 +33,14 @@ from perl.training.validation import Validation
 MADE = {"processes": 2, "rows of an optimizer step": 8}
 
 
-def checkpoint(run, step, made=MADE):
+def checkpoint(run, step, made=MADE, kept=None):
     folder = run / SAVING / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     save_file({"lora_A": torch.ones(4)}, folder / "adapter_model.safetensors")
     torch.save({"step": step}, folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (folder / "README.md").write_text("# A card")
-    put_in_place(folder, run / folder.name, made)
+    put_in_place(folder, run / folder.name, {"made": made} if kept is None else {"made": made, "kept": kept})
     return run / folder.name
 
 
@@ -140,8 +144,10 @@ def test_a_checkpoint_takes_the_place_of_another_attempts(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
 
 
-def training(processes, rows):
-    return SimpleNamespace(world_size=processes, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
+def training(processes, rows, **more):
+    sizes = {"world_size": processes, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
+    others = {"learning_rate": 1e-3, "weight_decay": 0.0, "optim": "adamw", "seed": 1}
+    return SimpleNamespace(**sizes, **(others | more))
 
 
 NODE = """
@@ -186,19 +192,58 @@ def test_of_several_nodes_one_puts_a_checkpoint_in_place_on_a_shared_disk_and_ea
 
 def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
     folder = checkpoint(tmp_path, 9)
-    check_made(str(folder), training(2, 4))
+    check_made(str(folder), training(2, 4), PeftConfig())
     assert not caplog.messages
-    check_made(str(folder), training(1, 8))
+    check_made(str(folder), training(1, 8), PeftConfig())
     (said,) = caplog.messages
     assert "was written by 2 processes, now there are 1: prompts and seeds are the same" in said
     with pytest.raises(UserError, match="processes 2, now 1; rows of an optimizer step 8, now 4: the place"):
-        check_made(str(folder), training(1, 4))
+        check_made(str(folder), training(1, 4), PeftConfig())
     (folder / "global_step9").mkdir()
     with pytest.raises(UserError, match="by 2 processes with DeepSpeed, now there are 1; start as many as then"):
-        check_made(str(folder), training(1, 8))
+        check_made(str(folder), training(1, 8), PeftConfig())
     caplog.clear()
-    check_made(str(folder), training(2, 8))
+    check_made(str(folder), training(2, 8), PeftConfig())
     assert "rows of an optimizer step 8, now 16: the place in the data is counted in batches" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("of_training", "peft", "said"),
+    [
+        ({"learning_rate": 1e-6}, {}, "--config.training.learning_rate 0.001, not 1e-06; write the former, or begin"),
+        ({"weight_decay": 0.1}, {}, "--config.training.weight_decay 0.0, not 0.1"),
+        ({}, {"r": 8}, "--config.peft.r 16, not 8"),
+        ({}, {"lora_alpha": 64}, "--config.peft.lora_alpha 32, not 64"),
+        ({}, {"type": "dora"}, "--config.peft.type lora, not dora"),
+        (
+            {"num_generations": 8, "generation_batch_size": 8, "num_iterations": 1},
+            {},
+            "it is of perl.sft; to begin",
+        ),
+    ],
+)
+def test_what_a_checkpoint_decides_is_not_silently_another(tmp_path, of_training, peft, said):
+    """The optimizer's rates went on, and config.yaml told the new ones; another alpha was another policy."""
+    folder = checkpoint(tmp_path, 9, kept=kept_of(training(2, 4), PeftConfig()))
+    check_made(str(folder), training(2, 4), PeftConfig(lora_dropout=0.1))
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_made(str(folder), training(2, 4, **of_training), PeftConfig(**peft))
+
+
+def test_another_seed_is_said(tmp_path, caplog):
+    folder = checkpoint(tmp_path, 9, made_by(training(2, 4)))
+    check_made(str(folder), training(2, 4, seed=2), PeftConfig())
+    assert "was written with seed 1, now 2: the place in the data is counted in batches" in caplog.text
+
+
+def test_the_result_of_an_attempt_is_left_behind_by_one_that_goes_on(tmp_path):
+    """It was scored and told as the result of a run that was stopped before."""
+    checkpoint(tmp_path, 9)
+    for name in ("adapter", "critic"):
+        (tmp_path / name).mkdir()
+    leave_behind(tmp_path, find_checkpoint("auto", tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_left_behind", "checkpoint-9"]
+    assert sorted(path.name for path in (tmp_path / "_left_behind").iterdir()) == ["adapter", "critic"]
 
 
 def make_best(folder, step):
