@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -357,8 +358,14 @@ def note_dtype(file: Path, dtype: str) -> None:
 
 
 def require_effect(peft_logits: torch.Tensor, base_logits: torch.Tensor, adapter: Path) -> float:
-    """Largest difference that the adapter makes to the probe's logits, or a UserError when it makes none."""
+    """Largest difference that the adapter makes to the probe's logits, or a UserError when it makes none, or none that
+    is a number."""
     effect = float((peft_logits - base_logits).abs().max())
+    if not math.isfinite(effect):
+        raise UserError(
+            f"--adapter {adapter}: the logits without it or with it are NaN or infinite: a weight of the base is, or its"
+            " sums are too large; write another base or adapter"
+        )
     if effect == 0.0:
         raise UserError(
             f"--adapter {adapter}: changes nothing (all its update is zero): it is untrained or empty;"
@@ -374,12 +381,13 @@ def require_equal(
     of rounded weights) and small against the adapter's effect."""
     error = float((logits - peft_logits).abs().max())
     tolerance = LOGIT_TOLERANCE * max(1.0, float(peft_logits.abs().max()))
-    if rounded and error > effect / 2:
+    small, equal = error <= effect / 2, error <= tolerance  # neither holds of NaN
+    if rounded and not small:
         raise UserError(
             f"the model {what} differs from PEFT's by {error:.2g} where the adapter's whole effect is {effect:.2g}:"
             " write --dtype float32, or --adapter_mode lora"
         )
-    if not rounded and (error > tolerance or error > effect / 2):
+    if not rounded and not (equal and small):
         raise RuntimeError(
             f"the model {what} does not compute what PEFT's unmerged one does: logits differ by {error:.3g},"
             f" tolerance {tolerance:.3g}, the adapter's effect {effect:.3g}"
