@@ -363,7 +363,7 @@ def require_effect(peft_logits: torch.Tensor, base_logits: torch.Tensor, adapter
     effect = float((peft_logits - base_logits).abs().max())
     if not math.isfinite(effect):
         raise UserError(
-            f"--adapter {adapter}: the logits without it or with it are NaN or infinite: a weight of the base is, or its"
+            f"--adapter {adapter}: the logits without it or with it are NaN or infinite: a weight of the base is, or"
             " sums are too large; write another base or adapter"
         )
     if effect == 0.0:

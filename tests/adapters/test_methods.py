@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_lorafa_optimizer
+from peft.tuners.lora.config import KasaConfig
 from transformers import AutoModelForCausalLM
 
 from perl.adapters import ADAPTERS
@@ -209,17 +210,29 @@ def test_an_adapter_that_trains_more_than_its_matrices_is_merged_and_not_trained
     assert parse(words).values.peft.adapter_mode == "merge"
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
-def test_an_adapter_for_which_peft_changes_the_base_is_merged_alone(start, tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        *(({"init_lora_weights": start}, f"init_lora_weights {start}") for start in ("pissa", "pissa_niter_4", "olora")),
+        ({"kasa_config": KasaConfig()}, "kasa_config"),
+    ],
+)
+def test_an_adapter_for_which_peft_changes_the_base_is_merged_alone(fields, told, tmp_path):
     """W - s B0 A0 + s B A, where a LoRA on the base is W + s B A."""
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start))
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], **fields))
     model.save_pretrained(tmp_path)
-    assert f"with init_lora_weights {start} PEFT changes its weights" in (cannot_serve(require_adapter(tmp_path)) or "")
+    assert f"with {told} PEFT changes its weights" in (cannot_serve(require_adapter(tmp_path)) or "")
     words = ["--config.peft.adapter", str(tmp_path)]
-    with pytest.raises(UserError, match=rf"with init_lora_weights {start} PEFT changes .*; write .*_mode merge"):
+    with pytest.raises(UserError, match=rf"with {told} PEFT changes .*; write .*_mode merge"):
         parse(words)
     assert parse([*words, "--config.peft.adapter_mode", "merge"]).values.peft.adapter_mode == "merge"
-    assert cannot_serve({"peft_type": "LORA", "r": 4, "init_lora_weights": "gaussian"}) is None
+
+
+def test_vllm_is_given_plain_lora_alone():
+    plain = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian").to_dict()
+    assert cannot_serve(plain) is None
+    for field in ("lora_bias", "use_qalora", "alora_invocation_tokens", "velora_config", "arrow_config"):
+        assert cannot_serve(plain | {field: [7]}) == f"vLLM serves plain LoRA only, without {field}"
 
 
 def test_lora_is_trained_further_as_lora_fa_if_asked(tmp_path):
