@@ -44,7 +44,7 @@ TAKEN_OUT = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 def of_changed_base(config: Mapping[str, Any]) -> str | None:
-    """ "init_lora_weights pissa", or "kasa_config", of an adapter that belongs to a base which PEFT changes at its every
+    """ "init_lora_weights pissa" or "kasa_config" of an adapter that belongs to a base which PEFT changes at its every
     start; None of one that belongs to the base as it is."""
     if config.get("kasa_config"):
         return "kasa_config"

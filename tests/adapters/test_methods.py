@@ -213,7 +213,9 @@ def test_an_adapter_that_trains_more_than_its_matrices_is_merged_and_not_trained
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        *(({"init_lora_weights": start}, f"init_lora_weights {start}") for start in ("pissa", "pissa_niter_4", "olora")),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights olora"),
         ({"kasa_config": KasaConfig()}, "kasa_config"),
     ],
 )
