@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -213,6 +213,29 @@ def test_a_model_that_computes_no_numbers_is_refused(tmp_path, weight, dtype, me
     with pytest.raises(UserError, match=message):
         merge_adapter(base, adapter, tmp_path / "out", dtype)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "PROMPT_TUNING changes no weights, and can't be",
+        ),
+        (
+            LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], alora_invocation_tokens=[3, 4]),
+            "acts after its alora_invocation_tokens alone, and can't be",
+        ),
+        (
+            LoraConfig(r=4, target_modules=["o_proj"], lora_bias=True),
+            "PEFT can't merge it: .* the base layer has no bias",
+        ),
+    ],
+)
+def test_what_peft_can_not_merge_is_one_line(base, tmp_path, config, message):
+    adapter = make_adapter(tmp_path / "adapter", base, config=config)
+    with pytest.raises(UserError, match=message):
+        merge_adapter(base, adapter, tmp_path / "out")
 
 
 def test_an_untrained_adapter_is_refused(base, tmp_path):
