@@ -319,6 +319,27 @@ def test_pissa_wants_no_more_components_than_a_layer_has():
         adapter.start(model, config, lambda parameters: torch.no_grad())
 
 
+def test_lora_plus_gives_b_of_an_embedding_too_its_own_learning_rate():
+    model, config = wrapped("lora_plus", target_modules=["q_proj", "embed_tokens"], lora_plus_lr_ratio=8.0)
+    adapter: Any = ADAPTERS["lora_plus"]
+    optimizer = adapter.optimizer(model, config, torch.optim.AdamW, {"lr": 1e-3})
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    assert {name: rate for name, rate in found.items() if "embed" in name} == {
+        "base_model.model.model.embed_tokens.lora_embedding_A.default": (1e-3, 0.0),
+        "base_model.model.model.embed_tokens.lora_embedding_B.default": (8e-3, 0.0),
+    }
+    assert {rate for name, rate in found.items() if "lora_B" in name} == {(8e-3, 0.0)}
+
+
+def test_ia3_scales_the_input_of_a_feed_forward_layer_however_it_is_named():
+    for targets in (["k_proj", "down_proj"], ["self_attn.k_proj", "mlp.down_proj"], r".*\.(k_proj|down_proj)"):
+        model, _ = wrapped("ia3", tiny_model(intermediate_size=96), target_modules=targets)
+        layer = model.get_base_model().model.layers[0]
+        assert layer.mlp.down_proj.ia3_l["default"].shape == (1, 96)
+        assert layer.self_attn.k_proj.ia3_l["default"].shape == (64, 1)
+
+
 def test_lora_fa_steps_as_pefts_own_optimizer():
     """Which rounds the projected gradient to bfloat16: 2^-9 of a step, that Adam's first step hides."""
 
@@ -481,6 +502,7 @@ def test_noise_is_on_the_norms_that_ln_tuning_trains_and_gone_bit_for_bit():
         ({"type": "milora_plus", "r": 65}, r"^--config.peft.r 65: model.layers.0"),
         ({"type": "oft", "oft_block_size": 7}, r"oft_block_size 7: does not divide the 64 inputs of model.layers.0"),
         ({"type": "ln_tuning", "target_modules": ["q_proj"]}, r"model\.layers\.0\.self_attn\.q_proj is no norm"),
+        ({"type": "lora_fa", "target_modules": ["embed_tokens"]}, r"_modules: model.embed_tokens is an embedding"),
     ],
 )
 def test_layers_are_checked_by_their_shapes_before_a_weight_is_read(tmp_path, fields, said):
