@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.adapters import svd
 from perl.adapters.adalora import RankSchedule, adalora, check_schedule
-from perl.adapters.lora import dora, lora, lora_plus_optimizer, only_b_learns, rslora
+from perl.adapters.lora import dora, lora, lora_plus_optimizer, only_b_learns, require_no_embedding, rslora
 from perl.adapters.none import no_adapter
 from perl.adapters.other_methods import (
     check_blocks,
@@ -82,7 +82,9 @@ ADAPTERS: dict[str, Adapter] = {
     "rslora": Adapter(rslora, "rsLoRA"),
     "dora": Adapter(dora, "DoRA", trains=("lora_A", "lora_B", "lora_magnitude_vector")),
     "lora_plus": Adapter(lora, "LoRA+", lora_plus_optimizer),
-    "lora_fa": Adapter(lora, "LoRA-FA", trains=("lora_B",), start=only_b_learns, refused=HALF_TRAINED),
+    "lora_fa": Adapter(
+        lora, "LoRA-FA", trains=("lora_B",), start=only_b_learns, fits=require_no_embedding, refused=HALF_TRAINED
+    ),
     "pissa": PISSA,
     "milora": replace(PISSA, title="MiLoRA", start=svd.minor),
     "milora_plus": Adapter(lora, "MiLoRA+", start=svd.minor_directions, fits=svd.check_rank, refused=SINGULAR),

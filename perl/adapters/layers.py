@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perl import device
 from perl.device.sharding import is_split, local, whole
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 ACCEPTED_ROUNDING_ERROR = 0.10
 """Relative rounding error up to which merged weights take the base's dtype, unless the user says otherwise."""
+
+
+class CannotMerge(RuntimeError):
+    """PEFT's merge has refused an adapter; says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def adapted_layers(model: torch.nn.Module) -> list[AdaptedLayer]:
 @contextlib.contextmanager
 def merged_in_float32(module: torch.nn.Module) -> Iterator[None]:
     """As `in_float32`, with PEFT's active adapters inside `module` merged into the float32 copies, by PEFT's own merge.
-    The copies are thrown away: nothing is unmerged."""
+    The copies are thrown away: nothing is unmerged. Raises CannotMerge."""
     from peft.tuners.ln_tuning.layer import LNTuningLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -89,13 +94,22 @@ def merged_in_float32(module: torch.nn.Module) -> Iterator[None]:
     with in_float32(module):
         try:
             for layer in layers:
-                layer.merge()
+                _merge(layer)
             yield
         finally:
             for layer in layers:
                 if isinstance(layer, LNTuningLayer) and layer.merged:
                     layer.unmerge()  # it exchanges modules
                 layer.merged_adapters.clear()
+
+
+def _merge(layer: BaseTunerLayer) -> None:
+    try:
+        layer.merge()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if device.is_out_of_memory(error):
+            raise
+        raise CannotMerge(f"PEFT can't merge it: {' '.join(str(error).split())[:200]}") from error
 
 
 @contextlib.contextmanager

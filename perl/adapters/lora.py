@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from perl.base.errors import UserError
+
 if TYPE_CHECKING:
     import peft
     import torch
@@ -45,11 +47,13 @@ def dora(config: PeftConfig) -> peft.PeftConfig:
 def lora_plus_optimizer(
     model: torch.nn.Module, config: PeftConfig, optimizer_class: type, kwargs: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """LoRA+ (arXiv 2402.12354): B learns lora_plus_lr_ratio times faster than A."""
-    from peft.optimizers import create_loraplus_optimizer
-
-    ratio = config.lora_plus_lr_ratio
-    return create_loraplus_optimizer(model, optimizer_class, loraplus_lr_ratio=ratio, **kwargs)  # type: ignore[arg-type]
+    """LoRA+ (arXiv 2402.12354): B learns lora_plus_lr_ratio times faster than A. The groups are those of PEFT's
+    create_loraplus_optimizer, which has a rate of its own, 1e-6, for both matrices of an embedding."""
+    ratio, groups = config.lora_plus_lr_ratio, []
+    for matrix, factor in (("A", 1.0), ("embedding_A", 1.0), ("B", ratio), ("embedding_B", ratio)):
+        found = [p for name, p in model.named_parameters() if p.requires_grad and f".lora_{matrix}." in name]
+        groups.append({"params": found, "lr": factor * kwargs["lr"], "weight_decay": 0.0})
+    return optimizer_class(groups, **kwargs)
 
 
 def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
@@ -61,14 +65,27 @@ def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
     """
     from peft.tuners.lora import LoraLayer
 
+    require_no_embedding(model, config)
     for module in model.modules():
-        if not isinstance(module, LoraLayer) or "default" not in module.lora_A:
+        if not isinstance(module, LoraLayer):
             continue
         layer: Any = module
         layer.lora_A["default"].weight.requires_grad_(False)
         # PEFT trains all of an adapter, but for these, when it switches it on after a pass of the reference policy.
         layer.frozen_peft_weight_names = {"default": ("lora_A",)}
         layer.lora_B["default"].weight.register_hook(_Projection(layer, "default"))
+
+
+def require_no_embedding(model: Any, config: PeftConfig) -> None:
+    """PEFT has other matrices in an embedding, and never freezes its A."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and "default" in layer.lora_embedding_A:
+            raise UserError(
+                f"--config.peft.target_modules: {name.removeprefix('base_model.model.')} is an embedding, whose A"
+                " lora_fa can't hold still; leave it out"
+            )
 
 
 class _Projection:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.adapters.applied import trained_above
-from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
+from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, CannotMerge, RoundingError
 from perl.adapters.other_methods import float32_norms
 from perl.adapters.probe import float32_logits, probe_tokens
 from perl.base.errors import UserError, lookup
@@ -105,7 +106,11 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
     checkpoint = Checkpoint(model)
 
     wrapped, tokens, peft_logits, effect = wrap(model, adapter)
-    exact_error = require_equal(float32_logits(wrapped, tokens, merged=True), peft_logits, effect, "merged in float32")
+    try:
+        merged_logits = float32_logits(wrapped, tokens, merged=True)
+    except CannotMerge as error:
+        raise UserError(f"--adapter {adapter}: {error}; write another adapter") from error
+    exact_error = require_equal(merged_logits, peft_logits, effect, "merged in float32")
 
     wanted = checkpoint.dtype() if dtype == "auto" else getattr(torch, dtype)
     tensors, rounding_error = measure(wrapped, checkpoint, wanted)
@@ -152,6 +157,7 @@ def wrap(model: Path, adapter: Path) -> tuple[Any, torch.Tensor, torch.Tensor, f
     tokens = probe_tokens(base.get_input_embeddings().num_embeddings)
     base_logits = float32_logits(base, tokens)
     wrapped = load_adapter(base, adapter)
+    require_change_of_weights(wrapped, adapter)
     peft_logits = float32_logits(wrapped, tokens)
     return wrapped, tokens, peft_logits, require_effect(peft_logits, base_logits, adapter)
 
@@ -356,9 +362,27 @@ def note_dtype(file: Path, dtype: str) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def require_change_of_weights(wrapped: Any, adapter: Path) -> None:
+    """A UserError for what is no other weights for all tokens: prompts that are learned, or aLoRA, whose probe would
+    change nothing."""
+    if not merged_weights(wrapped):
+        method = str(wrapped.active_peft_config.peft_type.value)
+        raise UserError(f"--adapter {adapter}: {method} changes no weights, and can't be merged; write another adapter")
+    if getattr(wrapped.active_peft_config, "alora_invocation_tokens", None):
+        raise UserError(
+            f"--adapter {adapter}: acts after its alora_invocation_tokens alone, and can't be merged; write another one"
+        )
+
+
 def require_effect(peft_logits: torch.Tensor, base_logits: torch.Tensor, adapter: Path) -> float:
-    """Largest difference that the adapter makes to the probe's logits, or a UserError when it makes none."""
+    """Largest difference that the adapter makes to the probe's logits, or a UserError when it makes none, or none that
+    is a number."""
     effect = float((peft_logits - base_logits).abs().max())
+    if not math.isfinite(effect):
+        raise UserError(
+            f"--adapter {adapter}: the logits without it or with it are NaN or infinite: a weight of the base is, or"
+            " sums are too large; write another base or adapter"
+        )
     if effect == 0.0:
         raise UserError(
             f"--adapter {adapter}: changes nothing (all its update is zero): it is untrained or empty;"
@@ -374,12 +398,13 @@ def require_equal(
     of rounded weights) and small against the adapter's effect."""
     error = float((logits - peft_logits).abs().max())
     tolerance = LOGIT_TOLERANCE * max(1.0, float(peft_logits.abs().max()))
-    if rounded and error > effect / 2:
+    small, equal = error <= effect / 2, error <= tolerance  # neither holds of NaN
+    if rounded and not small:
         raise UserError(
             f"the model {what} differs from PEFT's by {error:.2g} where the adapter's whole effect is {effect:.2g}:"
             " write --dtype float32, or --adapter_mode lora"
         )
-    if not rounded and (error > tolerance or error > effect / 2):
+    if not rounded and not (equal and small):
         raise RuntimeError(
             f"the model {what} does not compute what PEFT's unmerged one does: logits differ by {error:.3g},"
             f" tolerance {tolerance:.3g}, the adapter's effect {effect:.3g}"

@@ -47,7 +47,8 @@ def ia3(config: PeftConfig) -> peft.PeftConfig:
     from peft import IA3Config
 
     targets: Any = IA3_LAYERS if config.target_modules == EVERY else config.target_modules
-    feed_forward = [name for name in FEED_FORWARD if isinstance(targets, str) or name in targets]
+    named = FEED_FORWARD if isinstance(targets, str) else targets
+    feed_forward = [name for name in named if name.rpartition(".")[2] in FEED_FORWARD]
     return IA3Config(**layers_of(config, targets), feedforward_modules=feed_forward)
 
 

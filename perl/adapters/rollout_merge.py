@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from perl import device
 from perl.adapters.batched import BatchedUpdates
-from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
+from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, CannotMerge, RoundingError, adapted_layers
 from perl.adapters.none import has_adapter
 from perl.base.errors import say_once
 from perl.device.sharding import any_rank, resharded
@@ -153,10 +152,8 @@ class RolloutMerge:
                 return reason
         try:
             self.layers[0].merged()
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            if device.is_out_of_memory(error):
-                raise
-            return f"PEFT can't merge it: {' '.join(str(error).split())[:200]}"
+        except CannotMerge as error:
+            return str(error)
         return None
 
     @torch.no_grad()

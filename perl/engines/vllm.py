@@ -7,6 +7,7 @@ keep to what vLLM 0.23 (Ascend) and 0.31 (CPU) both know. vLLM is imported when 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -53,6 +54,12 @@ INSTALL: dict[device.Kind, str] = {
 }
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as max_lora_rank."""
+NOT_PLAIN = (
+    "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices",
+    "use_qalora",
+)  # fmt: skip
+"""Fields of an adapter that PEFT has no mark on as a variant, and that vLLM doesn't know. It scales all layers by the
+one lora_alpha / r, and takes the bias of lora_B for a second lora_B, in silence."""
 
 
 def require_vllm(flag: str = "--use_vllm") -> None:
@@ -330,10 +337,12 @@ def cannot_serve(config: Mapping[str, Any]) -> str | None:
         return f"vLLM serves adapters of the base as it is, and with {changed} PEFT changes its weights"
     if config["r"] > LORA_RANKS[-1]:
         return f"vLLM serves ranks up to {LORA_RANKS[-1]}, not {config['r']}"
-    # vLLM scales all layers by the one lora_alpha / r.
-    for field in ("modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices"):
-        if config.get(field):
-            return f"vLLM serves plain LoRA only, without {field}"
+    from peft import LoraConfig
+
+    variants = (field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant"))
+    for name in (*NOT_PLAIN, *variants):
+        if config.get(name):
+            return f"vLLM serves plain LoRA only, without {name}"
     return None if config.get("bias", "none") == "none" else "vLLM serves plain LoRA only, without bias"
 
 

@@ -44,8 +44,10 @@ TAKEN_OUT = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 def of_changed_base(config: Mapping[str, Any]) -> str | None:
-    """ "init_lora_weights pissa" of an adapter that belongs to a base which PEFT changes at its every start; None of
-    one that belongs to the base as it is."""
+    """ "init_lora_weights pissa" or "kasa_config" of an adapter that belongs to a base which PEFT changes at its every
+    start; None of one that belongs to the base as it is."""
+    if config.get("kasa_config"):
+        return "kasa_config"
     start = config.get("init_lora_weights")
     return f"init_lora_weights {start}" if isinstance(start, str) and start.lower().startswith(TAKEN_OUT) else None
 

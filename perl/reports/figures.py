@@ -191,7 +191,7 @@ def overview(runs: Sequence[Run]) -> list[Figure]:
     """What runs and datasets are compared by: accuracy, in a sweep over its steps."""
     figures = []
     if len({run.step for run in runs} - {None}) > 1:
-        figures += [over_steps(runs, name) for name in dataset_names(runs)]
+        figures += [over_steps(runs, name) for name in dataset_names([run for run in runs if run.step is not None])]
     if not figures or any(run.step is None for run in runs):
         if len(runs) == 1:
             rows = [Bars("", [charts.estimate(each.dataset, accuracy(each)) for each in runs[0].scored])]

@@ -90,6 +90,8 @@ class Curve:
     band: Sequence[tuple[int, float, float]]
     """(step, lowest seed, highest seed)."""
     smoothed: int
+    last: float
+    """Mean over the seeds of the last LASTth of the logs themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,17 +237,14 @@ def curve_of(logs: Sequence[Sequence[tuple[int, float]]], metric: str) -> Curve 
     if not steps:
         return None
     values = [[log[step] for log in smooth] for step in steps]
+    logged = [dict(log) for log in logs]
     return Curve(
         metric=metric,
         points=[(step, statistics.fmean(at)) for step, at in zip(steps, values, strict=True)],
         band=[(step, min(at), max(at)) for step, at in zip(steps, values, strict=True)],
         smoothed=size,
+        last=statistics.fmean(log[step] for step in steps[-max(1, len(steps) // LAST) :] for log in logged),
     )
-
-
-def last_part(points: Sequence[tuple[int, float]]) -> float:
-    """Mean of the last LASTth of the logs."""
-    return statistics.fmean(value for _, value in points[-max(1, len(points) // LAST) :])
 
 
 # comparison.json
@@ -271,7 +270,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "scores": nested(each.scores),
                 "change_from_first": nested(each.changes),
                 "last_" + each.curve.metric if each.curve else "last_reward": (
-                    round(last_part(each.curve.points), 6) if each.curve else None
+                    round(each.curve.last, 6) if each.curve else None
                 ),
                 "step_time_s": each.step_time and round(each.step_time, 3),
             }

@@ -68,7 +68,7 @@ class Scale:
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers (1, 2 or 5 times a power of ten apart) from at most `low` to at least `high`."""
     if high <= low:
-        high = low + 1
+        high = low + max(1, 1e-6 * abs(low))  # low + 1 is low where that is large
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter, read_report, warn_of_other_base
@@ -194,6 +195,47 @@ def test_a_sharded_base_gives_the_same_shards(tmp_path):
     assert index["metadata"]["total_size"] == sum(
         t.numel() * 4 for shard in Checkpoint(base).shards for t in load_file(base / shard).values()
     )
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "message"),
+    [(1e5, "float16", r"written in float16 differs .* by nan"), (math.nan, "auto", "are NaN or infinite")],
+)
+def test_a_model_that_computes_no_numbers_is_refused(tmp_path, weight, dtype, message):
+    """float16 ends at 65504."""
+    base = make_base(tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0] = weight
+    tensors["model.layers.0.mlp.down_proj.weight"][:, 0] *= 1e-5
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    adapter = make_adapter(tmp_path / "adapter", base, config=config)
+    with pytest.raises(UserError, match=message):
+        merge_adapter(base, adapter, tmp_path / "out", dtype)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "PROMPT_TUNING changes no weights, and can't be",
+        ),
+        (
+            LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], alora_invocation_tokens=[3, 4]),
+            "acts after its alora_invocation_tokens alone, and can't be",
+        ),
+        (
+            LoraConfig(r=4, target_modules=["o_proj"], lora_bias=True),
+            "PEFT can't merge it: .* the base layer has no bias",
+        ),
+    ],
+)
+def test_what_peft_can_not_merge_is_one_line(base, tmp_path, config, message):
+    adapter = make_adapter(tmp_path / "adapter", base, config=config)
+    with pytest.raises(UserError, match=message):
+        merge_adapter(base, adapter, tmp_path / "out")
 
 
 def test_an_untrained_adapter_is_refused(base, tmp_path):

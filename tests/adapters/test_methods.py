@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_lorafa_optimizer
+from peft.tuners.lora.config import KasaConfig
 from transformers import AutoModelForCausalLM
 
 from perl.adapters import ADAPTERS
@@ -209,17 +210,31 @@ def test_an_adapter_that_trains_more_than_its_matrices_is_merged_and_not_trained
     assert parse(words).values.peft.adapter_mode == "merge"
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
-def test_an_adapter_for_which_peft_changes_the_base_is_merged_alone(start, tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights olora"),
+        ({"kasa_config": KasaConfig()}, "kasa_config"),
+    ],
+)
+def test_an_adapter_for_which_peft_changes_the_base_is_merged_alone(fields, told, tmp_path):
     """W - s B0 A0 + s B A, where a LoRA on the base is W + s B A."""
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start))
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], **fields))
     model.save_pretrained(tmp_path)
-    assert f"with init_lora_weights {start} PEFT changes its weights" in (cannot_serve(require_adapter(tmp_path)) or "")
+    assert f"with {told} PEFT changes its weights" in (cannot_serve(require_adapter(tmp_path)) or "")
     words = ["--config.peft.adapter", str(tmp_path)]
-    with pytest.raises(UserError, match=rf"with init_lora_weights {start} PEFT changes .*; write .*_mode merge"):
+    with pytest.raises(UserError, match=rf"with {told} PEFT changes .*; write .*_mode merge"):
         parse(words)
     assert parse([*words, "--config.peft.adapter_mode", "merge"]).values.peft.adapter_mode == "merge"
-    assert cannot_serve({"peft_type": "LORA", "r": 4, "init_lora_weights": "gaussian"}) is None
+
+
+def test_vllm_is_given_plain_lora_alone():
+    plain = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian").to_dict()
+    assert cannot_serve(plain) is None
+    for field in ("lora_bias", "use_qalora", "alora_invocation_tokens", "velora_config", "arrow_config"):
+        assert cannot_serve(plain | {field: [7]}) == f"vLLM serves plain LoRA only, without {field}"
 
 
 def test_lora_is_trained_further_as_lora_fa_if_asked(tmp_path):
@@ -302,6 +317,27 @@ def test_pissa_wants_no_more_components_than_a_layer_has():
     model = get_peft_model(tiny_model(), adapter.build(config))
     with pytest.raises(UserError, match=r"r 65: model.layers.0.self_attn.q_proj is \[64, 64\] and has 64 singular"):
         adapter.start(model, config, lambda parameters: torch.no_grad())
+
+
+def test_lora_plus_gives_b_of_an_embedding_too_its_own_learning_rate():
+    model, config = wrapped("lora_plus", target_modules=["q_proj", "embed_tokens"], lora_plus_lr_ratio=8.0)
+    adapter: Any = ADAPTERS["lora_plus"]
+    optimizer = adapter.optimizer(model, config, torch.optim.AdamW, {"lr": 1e-3})
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    assert {name: rate for name, rate in found.items() if "embed" in name} == {
+        "base_model.model.model.embed_tokens.lora_embedding_A.default": (1e-3, 0.0),
+        "base_model.model.model.embed_tokens.lora_embedding_B.default": (8e-3, 0.0),
+    }
+    assert {rate for name, rate in found.items() if "lora_B" in name} == {(8e-3, 0.0)}
+
+
+def test_ia3_scales_the_input_of_a_feed_forward_layer_however_it_is_named():
+    for targets in (["k_proj", "down_proj"], ["self_attn.k_proj", "mlp.down_proj"], r".*\.(k_proj|down_proj)"):
+        model, _ = wrapped("ia3", tiny_model(intermediate_size=96), target_modules=targets)
+        layer = model.get_base_model().model.layers[0]
+        assert layer.mlp.down_proj.ia3_l["default"].shape == (1, 96)
+        assert layer.self_attn.k_proj.ia3_l["default"].shape == (64, 1)
 
 
 def test_lora_fa_steps_as_pefts_own_optimizer():
@@ -466,6 +502,7 @@ def test_noise_is_on_the_norms_that_ln_tuning_trains_and_gone_bit_for_bit():
         ({"type": "milora_plus", "r": 65}, r"^--config.peft.r 65: model.layers.0"),
         ({"type": "oft", "oft_block_size": 7}, r"oft_block_size 7: does not divide the 64 inputs of model.layers.0"),
         ({"type": "ln_tuning", "target_modules": ["q_proj"]}, r"model\.layers\.0\.self_attn\.q_proj is no norm"),
+        ({"type": "lora_fa", "target_modules": ["embed_tokens"]}, r"_modules: model.embed_tokens is an embedding"),
     ],
 )
 def test_layers_are_checked_by_their_shapes_before_a_weight_is_read(tmp_path, fields, said):

@@ -130,7 +130,8 @@ def test_a_sample_shows_everything_it_was_graded_by(tmp_path, visit):
     scores = {"flexible": 1.0, "strict": 0.0}
     right = record("a-0", gold="\\frac{7}{2}", extracted="3.5", completion=words, scores=scores)
     wrong = record("a-0", 1, gold="\\frac{7}{2}", extracted=None, score=0.0, reason="unextracted")
-    write_results(tmp_path / "gsm8k", [right, wrong, record("b-0"), record("b-0", 1)], 2)
+    others = [record("b-0"), record("b-0", 1, score=0.0)]
+    write_results(tmp_path / "gsm8k", [right, wrong, *others], 2)
     page = visit(write_report(tmp_path))
     page.settle()
     facts = page.text("#sample .facts")
@@ -148,6 +149,12 @@ def test_a_sample_shows_everything_it_was_graded_by(tmp_path, visit):
     assert page.run(f"return {completion}.textContent") == right["completion"]
     page.click(".sibling:not([aria-current])")
     assert "#1, seed 7" in page.text("#sample .facts")
+    page.click("[name=verdict][value=wrong]")
+    page.run("document.getElementById('row-1').click()")
+    page.click(".sibling:not([aria-current])")  # one that the filter hides
+    assert page.shown() == 4
+    assert "Question b-0?" in page.text("#sample .text.question")
+    assert "#0, seed 7" in page.text("#sample .facts")
     assert page.console() == []
 
 

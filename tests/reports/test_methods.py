@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perl.base.errors import UserError
-from perl.reports.methods import GREEDY, SAMPLED, Place, Run, as_json, compare, curve_of, last_part
+from perl.reports.methods import GREEDY, SAMPLED, Place, Run, as_json, compare, curve_of
 from tests.reports.conftest import logged, record, write_results, write_training
 
 PROBLEMS = 8
@@ -99,4 +99,11 @@ def test_a_curve_holds_the_steps_that_all_seeds_logged():
     assert (curve.points, curve.band, curve.smoothed) == ([(1, 0.5), (3, 0.5)], [(1, 0.0, 1.0), (3, 0.0, 1.0)], 1)
     assert curve_of([[(1, 0.0)], []], "reward") is None
     assert curve_of([], "reward") is None
-    assert last_part([(i, float(i)) for i in range(1, 21)]) == 19.5  # of 20 logs the last two
+
+
+def test_the_last_part_of_a_curve_is_not_smoothed():
+    """Of 100 logs the last ten, which a running mean would mix with those before."""
+    logs = [[(step, height * (step > 90)) for step in range(1, 101)] for height in (1.0, 2.0)]
+    curve = curve_of(logs, "reward")
+    assert curve is not None
+    assert (curve.last, curve.smoothed) == (1.5, 7)

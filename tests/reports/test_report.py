@@ -86,7 +86,18 @@ def test_marks_are_round_numbers_around_the_values():
     assert ticks(0, 97, 5) == [0, 20, 40, 60, 80, 100]
     assert ticks(43.5, 61, 5) == [40, 45, 50, 55, 60, 65]
     assert ticks(3, 3, 5) == [3, 3.2, 3.4, 3.6, 3.8, 4]
+    assert ticks(1e17, 1e17)[0] == 1e17 < ticks(1e17, 1e17)[-1]
     assert Scale(1, 16, 0, 150)(4) == 30
+
+
+def test_a_data_set_without_a_step_has_no_chart_over_steps(tmp_path):
+    """A page of several candidates, of which the one that no step is known of has a data set of its own."""
+    runs = []
+    for name, step in (("a", 1), ("b", 2), ("final", None)):
+        write_results(tmp_path / name / f"on {step}", [record("a-0")], adapter=f"run/{name}")
+        (run,) = read_runs(tmp_path / name)
+        runs.append(replace(run, label=name, step=step))
+    assert [figure.title for figure in figures.overview(runs)] == ["on 1", "on 2", "Accuracy"]
 
 
 def drawn(chart: str, kind: str, name: str) -> list[ET.Element]:

@@ -231,7 +231,12 @@
 
   function jump(sample) {
     let place = shown.indexOf(sample);
-    if (place < 0) { form.reset(); refresh(); place = shown.indexOf(sample); }
+    if (place < 0) {
+      form.reset();
+      clearTimeout(timer); // it would choose the first
+      refresh();
+      place = shown.indexOf(sample);
+    }
     choose(place);
   }
 
@@ -349,7 +354,7 @@
   options(at("run"), Samples.meta.runs.map((name, i) => [i, name]), `All ${Samples.meta.label}s`);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", changed);
-  form.addEventListener("reset", () => setTimeout(anew)); // the fields are empty only after this event
+  form.addEventListener("reset", () => { clearTimeout(timer); timer = setTimeout(anew); }); // they are empty after it
   list.addEventListener("scroll", () => draw());
   list.addEventListener("keydown", listKeys);
   document.addEventListener("keydown", keys);
