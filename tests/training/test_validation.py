@@ -431,7 +431,7 @@ def test_a_run_that_goes_on_elsewhere_takes_its_best_along(made, flags, validate
 
 
 def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
-    """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
+    """A run that goes on from an earlier checkpoint, with other flags perhaps, is another one from there."""
     setup = set_up_validation(
         parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), ChatTemplate(tiny_tokenizer()), ()
     )
