@@ -140,7 +140,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = ("arm", "seed", "avg@8: base", "SFT", "GRPO", "greedy: base", "SFT", "GRPO", "GRPO steps", "minutes")
     lines = []
     for row in sorted(rows, key=lambda row: (row["arm"], row["seed"])):
-        scores = [f"{100 * row[stage][metric]:.1f}" for metric in ("avg@8", "greedy") for stage in real.STAGES]
+        found = [row[stage].get(metric) for metric in ("avg@8", "greedy") for stage in real.STAGES]
+        scores = ["–" if score is None else f"{100 * score:.1f}" for score in found]  # of a stage that was not scored
         lines.append([row["arm"], str(row["seed"]), *scores, str(row["steps"]), f"{row['wall_s'] / 60:.0f}"])
     return "\n\n".join([markdown(heads, lines), *comparisons(rows)])
 
