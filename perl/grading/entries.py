@@ -9,10 +9,11 @@ import ast
 import builtins
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from perl.base.errors import UserError
@@ -26,6 +27,8 @@ CALLS = {
 """What an answer may call."""
 LONGEST = 10_000
 """Characters of an answer that is looked through."""
+DEEPEST = 200
+"""Levels of an answer's syntax tree; Python's own bound depends on what called, and on sys.setrecursionlimit."""
 _CALLED = re.compile(r"([^\W\d]\w*)\(")
 _CALLED_APART = re.compile(r"(?<![^\W\d])([^\W\d]\w*+)(?:[\s\\]|#.*\n)*\(")
 """With what Python takes for blanks before the bracket: words of a text stand so too."""
@@ -90,13 +93,24 @@ def _may_run(answer: str) -> bool:
         return True
     try:
         with warnings.catch_warnings(action="ignore"):
-            nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
+            levels = _levels(ast.parse(answer.strip(), mode="eval"))
     except (SyntaxError, ValueError):  # a text, a board, or what sympy alone reads
         harmless = CALLS.issuperset(_CALLED.findall(answer)) and _known().isdisjoint(_CALLED_APART.findall(answer))
         return bool(_CODE.search(answer)) or not harmless
     except (MemoryError, RecursionError):
         return True
+    nodes = [node for level in itertools.islice(levels, DEEPEST) for node in level]
+    if next(levels, None):
+        return True
     return not (all(isinstance(node, _LITERAL) for node in nodes) or all(map(_calculates, nodes)))
+
+
+def _levels(tree: ast.AST) -> Iterator[list[ast.AST]]:
+    """The nodes of a syntax tree, level by level."""
+    level = [tree]
+    while level:
+        yield level
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 
 from perl.base.errors import UserError
 from perl.grading import Grader, entries
-from perl.grading.entries import answer_of, judge_entry
+from perl.grading.entries import DEEPEST, answer_of, judge_entry
 from perl.grading.rules import RULES
 from perl.scoring.samples import folder_name
 from perl.tasks import TASKS, data_name, failing_references, load_problems, training_split
@@ -108,6 +108,19 @@ def test_the_answer_stands_in_the_last_tag():
 def test_code_is_wrong_unseen(answer):
     """The generator is not asked: there is none of this name."""
     assert judge_entry(answer, ENTRY.replace("chain_sum", "no_such")) == (0.0, None, "wrong")
+
+
+def test_how_deep_an_answer_may_be_does_not_depend_on_the_process(monkeypatch):
+    """Libraries raise the limit of recursion, by which Python refuses to read what is deeper."""
+    monkeypatch.setattr(entries, "_scorer", lambda *_: lambda text, entry: 1.0)
+    limit = sys.getrecursionlimit()
+    try:
+        for each in (limit, 100_000):
+            sys.setrecursionlimit(each)
+            scores = [judge_entry("-" * deep + "(1)", ENTRY)[0] for deep in (DEEPEST // 2, 2 * DEEPEST)]
+            assert scores == [1.0, 0.0]
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def test_the_evaluator_takes_the_model_and_tells_what_it_was_trained_on(folder, 
     of_base.write_text(json.dumps(after | {"base_hash": content_hash(folder / "base")}))
     assert len(add_results(model, [tmp_path / "before", tmp_path / "after"])) == 1
     card = (model / "README.md").read_text()
-    assert "| sums.jsonl | this model | accuracy |" in card
-    assert "| sums.jsonl | the base | accuracy |" in card
+    assert "| sums | this model | accuracy |" in card
+    assert "| sums | the base | accuracy |" in card
 
 
 def test_the_card_tells_of_no_adapter(folder):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
 from perl.base.errors import UserError
 from perl.runs import process_state
@@ -55,7 +56,9 @@ def test_policies_of_batches_drawn_ahead_stay_in_memory_and_end_with_the_start(t
     AdapterTrainer._take_up(trainer, tmp_path)
     gc.collect()
     assert policies[0]() is None
-    callbacks[0].on_train_begin(None, None, None)
+    told = SimpleNamespace(logging_steps=2, eval_steps=None, save_steps=0.5)
+    callbacks[0].on_train_begin(told, state := TrainerState(max_steps=6, save_steps=1), None)
+    assert (state.logging_steps, state.save_steps) == (2, 3)
     assert restored[0]["loss"].device.type == "meta"
 
 
