@@ -85,7 +85,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     check_quantization(config, strategy)
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
-    checkpoints.check_made(checkpoint, training, config.peft)
+    checkpoints.check_made(checkpoint, config)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     if has_images(tokenizer):
         raise UserError(

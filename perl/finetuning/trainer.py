@@ -38,7 +38,7 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     model: Any
 
     def __init__(self, config: SFTRunConfig, *, write_card: WriteCard | None = None, **kwargs: Any):
-        model = kwargs.pop("model")
+        self.config, model = config, kwargs.pop("model")
         wrapped = isinstance(model, PeftModel)  # its adapter is trained further
         new = None if wrapped else ADAPTERS[config.peft.type].build(config.peft)
         with own_precision(model, new, config.training.seed) as (model, peft_config):

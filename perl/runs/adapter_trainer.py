@@ -41,7 +41,8 @@ class AdapterTrainer:
 
     Attributes:
         adapter: the PEFT method; its optimizer replaces the default one when it has its own.
-        adapter_config: the group `peft` of the configuration.
+        config: the run's.
+        adapter_config: its group `peft`.
         write_card: None: PEFT's card.
         nonfinite: what is done where loss or gradient are not finite.
         applied: what is trained.
@@ -49,6 +50,7 @@ class AdapterTrainer:
     """
 
     adapter: Adapter
+    config: Any
     adapter_config: PeftConfig
     write_card: WriteCard | None
     nonfinite: NonFinite
@@ -190,7 +192,7 @@ class AdapterTrainer:
             (run_dir / SAVING / CARD).unlink(missing_ok=True)  # TRL's
         if self.state.best_global_step:
             self._name_best(run_dir, run_dir / SAVING / name)
-        contents = {"made": made_by(self.args), "kept": kept_of(self.args, self.adapter_config)}
+        contents = {"made": made_by(self.args), "kept": kept_of(self.config)}
         self.put_in_place(run_dir / SAVING / name, run_dir / name, contents)
         if self.args.push_to_hub:
             if self.args.should_save and self.write_card is not None:

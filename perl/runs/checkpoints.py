@@ -26,8 +26,6 @@ from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, VALIDATION
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from perl.config.schema import PeftConfig
-
 log = logging.getLogger(__name__)
 
 LEFT_BEHIND = "_left_behind"
@@ -45,10 +43,17 @@ AUTO = "auto"
 
 Made = dict[str, int]
 """What the place in the data is counted in, by name: `made_by`."""
-OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "optim")
-"""Fields of `training` that a checkpoint's optimizer decides, and not the run that goes on with it."""
-OF_THE_ADAPTER = ("type", "r", "lora_alpha", "target_modules", "lora_plus_lr_ratio", "oft_block_size")
-"""Fields of `peft` that its weights were made with."""
+DECIDED = {
+    "training": ("learning_rate", "weight_decay", "optim"),
+    "peft": ("type", "r", "lora_alpha", "target_modules", "exclude_modules", "lora_plus_lr_ratio", "oft_block_size"),
+    "critic": ("lr", "r"),
+}
+"""Fields, by group, that a checkpoint's optimizer and weights decide, and not the run that goes on with it."""
+READ = {
+    "model": ("model_name_or_path", "dtype", "quantization"),
+    "dataset": ("dataset_name_or_path", "split", "example_numbers"),
+}
+"""Fields that say what the run reads, which may have been moved."""
 
 
 class Contents(TypedDict):
@@ -87,11 +92,20 @@ def made_by(training: TrainingArguments) -> Made:
     return made
 
 
-def kept_of(training: TrainingArguments, peft: PeftConfig) -> dict[str, Any]:
-    """What a run that goes on has from its checkpoint, by the field's name."""
-    kept = {f"training.{name}": getattr(training, name) for name in OF_THE_OPTIMIZER}
-    kept |= {f"peft.{name}": getattr(peft, name) for name in OF_THE_ADAPTER}
-    return {name: sorted(value) if isinstance(value, list) else value for name, value in kept.items()}
+def kept_of(config: Any) -> dict[str, Any]:
+    """What a run that goes on has from its checkpoint, and what it has read, by the field's name.
+
+    Args:
+        config: perl.train's, or perl.sft's, which has fewer groups and fields.
+    """
+    kept = {}
+    for group, names in (DECIDED | READ).items():
+        if part := getattr(config, group, None):
+            kept |= {f"{group}.{name}": getattr(part, name) for name in names if hasattr(part, name)}
+    return {
+        name: sorted(value) if name.startswith("peft") and isinstance(value, list) else value
+        for name, value in kept.items()
+    }
 
 
 def put_in_place(made: Path, folder: Path, contents: Mapping[str, Any] | None = None) -> None:
@@ -195,25 +209,30 @@ def require_same_critic(checkpoint: str | None, algorithm: str, has_critic: bool
         )
 
 
-def check_made(checkpoint: str | None, training: TrainingArguments, peft: PeftConfig) -> None:
-    """A checkpoint of the other program, and other settings than its adapter, optimizer and schedule have, are a
-    UserError. Another number of processes goes on where it has the same batches, with one warning, as sums over
-    processes are added in another order; where the place in the data would be another, it is a UserError, as it is with
-    DeepSpeed, whose files belong to a process each. Other batches of as many processes, and another seed, are a
-    warning: they were asked for."""
+def check_made(checkpoint: str | None, config: Any) -> None:
+    """A checkpoint of the other program, and other settings than its weights and optimizer have, are a UserError;
+    another model or data set by name is a warning. Another number of processes goes on where it has the same batches,
+    with one warning, as sums over processes are added in another order; where the place in the data would be another,
+    it is a UserError, as it is with DeepSpeed, whose files belong to a process each. Other batches of as many
+    processes, and another seed, are a warning: they were asked for."""
     if checkpoint is None:
         return
     contents = read_json(Path(checkpoint) / CONTENTS, FLAG, kind=Contents)
-    then, now = contents["made"], made_by(training)
+    then, now = contents["made"], made_by(config.training)
     by_grpo = "num_generations" in then
     if by_grpo != ("num_generations" in now):
         raise UserError(
             f"{FLAG} {checkpoint}: it is of perl.{'train' if by_grpo else 'sft'}; to begin with its adapter write"
             f" --config.peft.adapter {checkpoint}"
         )
-    before = contents.get("kept", {})
-    for name, value in kept_of(training, peft).items():
-        if (had := before.get(name, value)) != value:
+    before, has_critic = contents.get("kept", {}), (Path(checkpoint) / CRITIC).is_file()
+    for name, value in kept_of(config).items():
+        group, had = name.partition(".")[0], before.get(name, value)
+        if had == value or (group == "critic" and not has_critic):
+            continue
+        if group in READ:
+            log.warning("%s was written with --config.%s %s: the run goes on with %s", checkpoint, name, had, value)
+        else:
             raise UserError(
                 f"{FLAG} {checkpoint}: it goes on with --config.{name} {had}, not {value}; write the former, or begin"
                 f" another run with --config.peft.adapter {checkpoint}"

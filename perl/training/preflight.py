@@ -109,7 +109,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.require_same_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
-    checkpoints.check_made(checkpoint, config.training, config.peft)
+    checkpoints.check_made(checkpoint, config)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
     template = ChatTemplate(tokenizer, config.training.chat_template_kwargs)  # type: ignore[arg-type]

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 
 from perl.base.errors import UserError
 from perl.base.files import SAVING
-from perl.config.schema import PeftConfig
+from perl.config.schema import CriticConfig, DatasetConfig, ModelConfig, PeftConfig
 from perl.runs.checkpoints import (
     BEFORE,
     CONTENTS,
+    CRITIC,
     check_made,
     find_checkpoint,
     kept_of,
@@ -150,6 +151,15 @@ def training(processes, rows, **more):
     return SimpleNamespace(**sizes, **(others | more))
 
 
+def of_run(processes, rows, peft=None, model="m", **more):
+    groups = {
+        "peft": PeftConfig(**peft or {}),
+        "model": ModelConfig(model_name_or_path=model),
+        "critic": CriticConfig(),
+    }
+    return SimpleNamespace(training=training(processes, rows, **more), dataset=DatasetConfig(), **groups)
+
+
 NODE = """
 import os, sys
 from pathlib import Path
@@ -192,18 +202,18 @@ def test_of_several_nodes_one_puts_a_checkpoint_in_place_on_a_shared_disk_and_ea
 
 def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
     folder = checkpoint(tmp_path, 9)
-    check_made(str(folder), training(2, 4), PeftConfig())
+    check_made(str(folder), of_run(2, 4))
     assert not caplog.messages
-    check_made(str(folder), training(1, 8), PeftConfig())
+    check_made(str(folder), of_run(1, 8))
     (said,) = caplog.messages
     assert "was written by 2 processes, now there are 1: prompts and seeds are the same" in said
     with pytest.raises(UserError, match="processes 2, now 1; rows of an optimizer step 8, now 4: the place"):
-        check_made(str(folder), training(1, 4), PeftConfig())
+        check_made(str(folder), of_run(1, 4))
     (folder / "global_step9").mkdir()
     with pytest.raises(UserError, match="by 2 processes with DeepSpeed, now there are 1; start as many as then"):
-        check_made(str(folder), training(1, 8), PeftConfig())
+        check_made(str(folder), of_run(1, 8))
     caplog.clear()
-    check_made(str(folder), training(2, 8), PeftConfig())
+    check_made(str(folder), of_run(2, 8))
     assert "rows of an optimizer step 8, now 16: the place in the data is counted in batches" in caplog.text
 
 
@@ -215,6 +225,7 @@ def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
         ({}, {"r": 8}, "--config.peft.r 16, not 8"),
         ({}, {"lora_alpha": 64}, "--config.peft.lora_alpha 32, not 64"),
         ({}, {"type": "dora"}, "--config.peft.type lora, not dora"),
+        ({}, {"exclude_modules": ["v_proj"]}, "--config.peft.exclude_modules None, not ['v_proj']"),
         (
             {"num_generations": 8, "generation_batch_size": 8, "num_iterations": 1},
             {},
@@ -224,15 +235,38 @@ def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
 )
 def test_what_a_checkpoint_decides_is_not_silently_another(tmp_path, of_training, peft, said):
     """The optimizer's rates went on, and config.yaml told the new ones; another alpha was another policy."""
-    folder = checkpoint(tmp_path, 9, kept=kept_of(training(2, 4), PeftConfig()))
-    check_made(str(folder), training(2, 4), PeftConfig(lora_dropout=0.1))
+    folder = checkpoint(tmp_path, 9, kept=kept_of(of_run(2, 4)))
+    check_made(str(folder), of_run(2, 4, {"lora_dropout": 0.1}))
     with pytest.raises(UserError, match=re.escape(said)):
-        check_made(str(folder), training(2, 4, **of_training), PeftConfig(**peft))
+        check_made(str(folder), of_run(2, 4, peft, **of_training))
+
+
+def test_a_critics_rate_is_its_checkpoints_where_there_is_a_critic(tmp_path):
+    before, now = of_run(2, 4), of_run(2, 4)
+    now.critic.lr = 1e-5
+    folder = checkpoint(tmp_path, 9, kept=kept_of(before))
+    check_made(str(folder), now)
+    (folder / CRITIC).parent.mkdir()
+    (folder / CRITIC).touch()
+    with pytest.raises(UserError, match=r"goes on with --config\.critic\.lr 0\.0001, not 1e-05"):
+        check_made(str(folder), now)
+
+
+def test_another_model_or_data_set_by_name_is_said(tmp_path, caplog):
+    """The adapter went on above other weights, without a line."""
+    folder = checkpoint(tmp_path, 9, kept=kept_of(of_run(2, 4, model="/disk/m")))
+    check_made(str(folder), now := of_run(2, 4, model="/mnt/m"))
+    assert "with --config.model.model_name_or_path /disk/m: the run goes on with /mnt/m" in caplog.text
+    caplog.clear()
+    now.model.model_name_or_path, now.dataset.dataset_name_or_path = "/disk/m", "gsm8k"
+    check_made(str(folder), now)
+    (said,) = caplog.messages
+    assert "--config.dataset.dataset_name_or_path open-r1/DAPO-Math-17k-Processed: the run goes on with gsm8k" in said
 
 
 def test_another_seed_is_said(tmp_path, caplog):
     folder = checkpoint(tmp_path, 9, made_by(training(2, 4)))
-    check_made(str(folder), training(2, 4, seed=2), PeftConfig())
+    check_made(str(folder), of_run(2, 4, seed=2))
     assert "was written with seed 1, now 2: the place in the data is counted in batches" in caplog.text
 
 
