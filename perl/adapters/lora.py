@@ -77,14 +77,14 @@ def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
 
 
 def require_no_embedding(model: Any, config: PeftConfig) -> None:
-    """PEFT has other matrices in an embedding, and never freezes its A."""
+    """PEFT has other matrices in an embedding: never freezes its A, and starts them otherwise."""
     from peft.tuners.lora import LoraLayer
 
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer) and "default" in layer.lora_embedding_A:
             raise UserError(
-                f"--config.peft.target_modules: {name.removeprefix('base_model.model.')} is an embedding, whose A"
-                " lora_fa can't hold still; leave it out"
+                f"--config.peft.target_modules: {name.removeprefix('base_model.model.')} is an embedding, which"
+                f" {config.type} can't train; leave it out"
             )
 
 

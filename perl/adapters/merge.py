@@ -168,9 +168,10 @@ def read_report(folder: Path) -> MergeReport | None:
     if not file.is_file():
         return None
     try:
-        return read_json(file, kind=MergeReport)
+        report = read_json(file, kind=MergeReport)
     except UserError as error:
         raise UserError(f"{file}: is not readable, or of an older version; merge again into a new folder") from error
+    return report if math.isfinite(report.written_error) else None  # NaN: of before that was refused
 
 
 def require_floats(base: Any, model: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.adapters.lora import lora
+from perl.adapters.lora import lora, require_no_embedding
 from perl.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -126,9 +126,10 @@ def _layers(model: Any, gather: Any, rank: int) -> Iterator[tuple[Any, torch.Ten
 
 
 def check_rank(model: Any, config: PeftConfig) -> None:
-    """A UserError for a layer with fewer singular components than config.r."""
+    """A UserError for an embedding, and for a layer with fewer singular components than config.r."""
     from peft.tuners.lora import LoraLayer
 
+    require_no_embedding(model, config)
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             base: Any = layer.get_base_layer()

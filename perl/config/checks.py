@@ -6,7 +6,7 @@ from jsonargparse import Namespace
 
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
-from perl.config.derived import batches_ahead, correction_of
+from perl.config.derived import batches_ahead, correction_of, reward_calls
 from perl.config.parser import MAPPING
 from perl.config.peft_fields import UNMERGED
 
@@ -21,10 +21,12 @@ def check_values(values: Namespace) -> None:
         )
     if not reward.functions and values.environment.factory is None:
         raise UserError("--config.reward.functions is empty; give at least one, e.g. '[\"accuracy\"]'")
-    if reward.function_deadline_s is not None and reward.function_deadline_s >= training.ddp_timeout:
+    calls = reward_calls(values)
+    if reward.function_deadline_s is not None and reward.function_deadline_s * calls >= training.ddp_timeout:
         raise UserError(
-            f"--config.reward.function_deadline_s {reward.function_deadline_s:g}: other processes wait for a reward for"
-            f" --config.training.ddp_timeout {training.ddp_timeout} s; write less, or raise ddp_timeout"
+            f"--config.reward.function_deadline_s {reward.function_deadline_s:g}: other processes wait for the rewards,"
+            f" of {calls} calls one after the other, for --config.training.ddp_timeout {training.ddp_timeout} s; write"
+            " less, or raise ddp_timeout"
         )
     if training.eval_strategy not in (None, "no"):
         raise UserError(

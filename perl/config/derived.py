@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from perl.algorithms import ALGORITHMS
 from perl.config.schema import CorrectionMode, RolloutConfig
 
 
@@ -18,6 +19,16 @@ def correction_of(rollout: RolloutConfig) -> CorrectionMode:
         return rollout.importance_correction
     another = rollout.engine == "vllm" or batches_ahead(rollout) or rollout.quantization != "none"
     return "token" if another else "none"
+
+
+def reward_calls(values: Any) -> int:
+    """Calls of reward functions that a generation batch waits for, one after the other: twice as many with a greedy
+    completion of each prompt (ReMax).
+
+    Args:
+        values: with the groups `reward` and `algorithm`.
+    """
+    return max(1, len(values.reward.functions)) * (2 if ALGORITHMS[values.algorithm.name].greedy else 1)
 
 
 def rows_stand(training: Any) -> bool:

@@ -285,6 +285,15 @@ class WarmUp(TrainerCallback):
     def __init__(self, critic: Critic):
         self.critic = critic
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """How many steps the epochs have is known here at first."""
+        if args.max_steps <= 0 and state.max_steps <= self.critic.config.warmup_steps:
+            raise UserError(
+                f"--config.critic.warmup_steps {self.critic.config.warmup_steps}: the training ends after step"
+                f" {state.max_steps}, before the policy would learn; write less, or raise"
+                " --config.training.num_train_epochs"
+            )
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.critic.policy_learns(state.global_step):
             for parameter in self.critic.others(self.critic.policy):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perl.algorithms import ALGORITHMS
 from perl.base.files import SAVING
+from perl.config.derived import reward_calls
 from perl.config.load import Config, parse
 from perl.grading import Grader
 from perl.rewards.deadline import RewardDeadline
@@ -92,8 +92,8 @@ def environment_opened(checked: Checked) -> contextlib.AbstractContextManager[No
 def reward_deadline(config: Config) -> RewardDeadline:
     """All functions together take less than the time that other processes wait for the rewards: they may be called one
     after the other, and twice with a greedy completion of each prompt."""
-    calls = max(1, len(config.reward.functions)) * (2 if ALGORITHMS[config.algorithm.name].greedy else 1)
-    seconds = config.reward.function_deadline_s or config.training.ddp_timeout / 2 / calls
+    shared = config.training.ddp_timeout / 2 / reward_calls(config)
+    seconds = config.reward.function_deadline_s or shared
     return RewardDeadline(
         seconds,
         "if it needs longer, raise --config.reward.function_deadline_s, and --config.training.ddp_timeout, which must"

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,13 @@ def test_a_report_of_another_version_is_one_line(base, tmp_path):
         file.write_text(text, errors="surrogateescape")
         with pytest.raises(UserError, match=r"merge\.json: .* of an older version; merge again into a new folder"):
             read_report(tmp_path / "out")
+
+
+def test_an_earlier_merge_that_computes_nan_is_made_again(base, tmp_path):
+    report = merge_adapter(base, make_adapter(tmp_path / "adapter", base), tmp_path / "out")
+    file = tmp_path / "out" / "merge.json"
+    file.write_text(json.dumps(asdict(report) | {"written_error": float("nan")}))
+    assert read_report(tmp_path / "out") is None
 
 
 def test_the_asked_dtype_is_written_even_when_it_loses(base, tmp_path, caplog):

@@ -503,6 +503,7 @@ def test_noise_is_on_the_norms_that_ln_tuning_trains_and_gone_bit_for_bit():
         ({"type": "oft", "oft_block_size": 7}, r"oft_block_size 7: does not divide the 64 inputs of model.layers.0"),
         ({"type": "ln_tuning", "target_modules": ["q_proj"]}, r"model\.layers\.0\.self_attn\.q_proj is no norm"),
         ({"type": "lora_fa", "target_modules": ["embed_tokens"]}, r"_modules: model.embed_tokens is an embedding"),
+        ({"type": "milora", "target_modules": ["embed_tokens"]}, r"embed_tokens is an embedding, which milora can't"),
     ],
 )
 def test_layers_are_checked_by_their_shapes_before_a_weight_is_read(tmp_path, fields, said):

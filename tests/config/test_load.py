@@ -404,6 +404,10 @@ def test_a_rewards_deadline_is_shorter_than_that_of_the_processes_that_wait_for_
     deadline = ["--config.reward.function_deadline_s", "60"]
     assert "raise ddp_timeout" in message(*deadline, "--config.training.ddp_timeout", "60")
     parse([*deadline, "--config.training.ddp_timeout", "61"])
+    two = ["--config.reward.functions", '["accuracy", "format"]']
+    assert "of 4 calls one after the other" in message(
+        *deadline, *two, ALGORITHM, "remax", "--config.training.ddp_timeout", "240"
+    )
 
 
 def test_a_recipe_may_not_contradict_itself(tmp_path):

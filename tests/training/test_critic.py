@@ -191,6 +191,12 @@ def test_in_the_warm_up_the_critic_alone_is_trained(tmp_path):
     assert not any(torch.equal(tensor, critic[name]) for name, tensor in of_critic(trainer).items() if ".b" in name)
 
 
+def test_a_warm_up_as_long_as_the_epochs_is_refused(tmp_path):
+    trainer = ppo(tmp_path, critic={"warmup_steps": 50}, max_steps=-1, num_train_epochs=1)
+    with pytest.raises(UserError, match=r"warmup_steps 50: the training ends after step \d+, before the policy would"):
+        trainer.train()
+
+
 def test_the_critic_has_its_own_learning_rate_and_the_policys_schedule(tmp_path):
     trainer = ppo(tmp_path, critic={"lr": 0.5}, learning_rate=1e-3, max_steps=4)
     trainer.create_optimizer_and_scheduler(4)
