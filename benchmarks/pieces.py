@@ -46,7 +46,7 @@ def drawn(
     engine: Any = trainer.step.engine
     try:
         for version, asked in ((1, prompts[:before]), (2, prompts)):
-            wake_adapter(trainer.policy(), 0.05, version)
+            wake_adapter(trainer.policy.bare, 0.05, version)
             engine.publish(Weights(version=version, sigma=0.05, draw=1))
             found = dict(engine.stream(asked))
     finally:

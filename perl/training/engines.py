@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
     from perl.config.load import Config
     from perl.config.schema import RolloutConfig
     from perl.config.training import TrainingConfig
-    from perl.device.sharding import Gather
     from perl.environments.conversation import Conversations
     from perl.noise.injector import NoiseInjector
+    from perl.training.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +50,7 @@ log = logging.getLogger(__name__)
 class Drawing:
     """What is drawn with in a training: the policy, and what an engine must know of the run."""
 
-    policy: Any
-    """The trained model, not wrapped by DDP or DeepSpeed."""
+    policy: Policy
     config: Config
     peft_config: Any
     """PEFT's, of the policy's adapter; None: all weights are trained."""
@@ -63,12 +61,7 @@ class Drawing:
     generation_kwargs: dict[str, Any]
     """The user's."""
     noise: NoiseInjector | None
-    dtype: torch.dtype
-    """That the policy computes in."""
     accelerator: Accelerator
-    gathered: Callable[[], AbstractContextManager[Any]]
-    """Inside it the policy, the weights that ZeRO-3 or FSDP has spread whole."""
-    whole: Gather
     conversations: Conversations | None
     """With an environment."""
 
@@ -117,10 +110,10 @@ def _rules(drawing: Drawing) -> TorchRules:
 
 def _torch(drawing: Drawing) -> TorchPolicyEngine:
     return TorchPolicyEngine(
-        drawing.policy,
+        drawing.policy.bare,
         _rules(drawing),
         noise=drawing.noise,
-        gathered=drawing.gathered,
+        gathered=drawing.policy.gathered,
         reserves=drawing.accelerator.distributed_type != DistributedType.DEEPSPEED,
     )
 
@@ -132,11 +125,11 @@ def _vllm(drawing: Drawing) -> PolicyEngine:
     sharing = args.vllm_tensor_parallel_size
     options = drawing.vllm_options(args.per_device_train_batch_size * sharing * (args.steps_per_generation or 1))
     return VLLMPolicyEngine(
-        drawing.policy,
+        drawing.policy.bare,
         drawing.peft_config,
         options | {"tensor_parallel_size": sharing, "enable_sleep_mode": args.vllm_enable_sleep_mode},
         processes=drawing.accelerator,
-        gather=drawing.whole,
+        gather=drawing.policy.whole,
         generation_kwargs=drawing.generation_kwargs,
         regex=args.vllm_structured_outputs_regex,
         noise=drawing.noise,
@@ -165,7 +158,7 @@ def open_engine(drawing: Drawing) -> PolicyEngine:
         _torch(local),
         functools.partial(_open_pool, drawing),
         Processes(drawing.accelerator),
-        drawing.whole,
+        drawing.policy.whole,
         drawing.piece_size,
         batches_ahead(rollout),
         newest=bool(rollout.max_staleness),
@@ -180,12 +173,12 @@ def _compared_with_vllm(drawing: Drawing) -> dict[str, Any]:
     from perl.engines.vllm_policy import not_comparable
     from perl.engines.vllm_sync import odd_layer
 
-    if why := odd_layer(drawing.policy):
+    if why := odd_layer(drawing.policy.bare):
         raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
     regex = drawing.args.vllm_structured_outputs_regex
     further = drawing.generation_kwargs or ({"regex": regex} if regex else {})
     return {
-        "held": HeldByVLLM(drawing.dtype),
+        "held": HeldByVLLM(drawing.policy.dtype),
         "incomparable": functools.partial(not_comparable, further=further),
     }
 
@@ -194,7 +187,7 @@ def _compared_with_vllm(drawing: Drawing) -> dict[str, Any]:
 
 
 def _torch_copy(drawing: Drawing, base: str) -> Callable[[], Copy]:
-    policy = drawing.policy
+    policy = drawing.policy.bare
     load = {
         "dtype": policy.dtype,
         "attn_implementation": adopted_from(policy.config),
@@ -221,7 +214,7 @@ def _vllm_copy(drawing: Drawing, base: str) -> Callable[[], Copy]:
         base,
         drawing.peft_config,
         drawing.vllm_options(drawn_at_once(*drawing.batch, drawing.rollout)),
-        dtype=drawing.dtype,
+        dtype=drawing.policy.dtype,
         generation_kwargs=drawing.generation_kwargs,
         regex=drawing.args.vllm_structured_outputs_regex,
         noise=outline(drawing.noise) if drawing.noise else None,
@@ -248,7 +241,7 @@ def _talks(drawing: Drawing) -> Talks | None:
 def _open_pool(drawing: Drawing) -> WorkerPool:
     """On the main process, at the first rollout."""
     rollout = drawing.rollout
-    base = str(resolve_model(drawing.policy.config.name_or_path, "--config.model.model_name_or_path"))
+    base = str(resolve_model(drawing.policy.bare.config.name_or_path, "--config.model.model_name_or_path"))
     job = RolloutJob(
         base=base,
         open_copy=COPIES[rollout.engine](drawing, base),

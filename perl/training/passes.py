@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from perl.noise.injector import NoiseInjector
     from perl.records import Sampling, Trajectory, Weights
     from perl.training.packing import Reader
+    from perl.training.policy import Policy
     from perl.training.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Passes:
     gathers those of all.
     """
 
+    policy: Policy
     packed: bool
     """Rows are packed where that saves tokens; needs `enable_packing`."""
     kernel: Kernel | None
@@ -78,12 +80,7 @@ class Passes:
     """The loss has a router's auxiliary loss."""
     max_tokens: int = PASS_TOKENS
     processes: Processes
-    config: Any
-    """The policy's, of transformers."""
     clock: StepClock
-    without_checkpointing: Callable[[], contextlib.AbstractContextManager[Any]]
-    """Inside it no forward of the policy keeps anything for a backward."""
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     pad_token_id: int = 0
     image_inputs: Callable[[Trajectory], Any] = field(default=lambda row: None)
     """Of a row's images (perl.models.pixels.ImageInputs); None: it has none."""
@@ -92,7 +89,7 @@ class Passes:
         self, model: Any, rows: Sequence[Trajectory], width: int, readers: Sequence[Reader] = ("policy",)
     ) -> TokenOutputs:
         """One forward over a micro-batch, of all its readers together."""
-        with self.autocast():
+        with self.policy.autocast():
             outputs, work = self.forward(model, rows, width, readers)
         self.clock.count_update(work)
         return outputs
@@ -116,7 +113,7 @@ class Passes:
     ) -> torch.Tensor:
         chunks = list((by_tokens if self.packed else by_area)(rows, self.max_tokens))
         parts: list[torch.Tensor] = []
-        with self.without_checkpointing(), self.autocast():
+        with self.policy.without_checkpointing(), self.policy.autocast():
             for index in range(self.processes.largest([len(chunks)])[0]):
                 outputs, work = forward([rows[place] for place in chunks[min(index, len(chunks) - 1)]])
                 if index < len(chunks):
@@ -156,7 +153,7 @@ class Passes:
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-completion] = -100
         further: dict[str, Any] = {"output_router_logits": True} if self.aux_loss else {}
-        further |= image_arguments([self.image_inputs(row) for row in rows], ids, self.config)
+        further |= image_arguments([self.image_inputs(row) for row in rows], ids, self.policy.bare.config)
         output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **further)
         columns = (0, width - completion)
         logps = F.pad(output.log_probs[:, -completion:], columns)
@@ -192,14 +189,12 @@ class Samplers:
     """The policies that have drawn, as the trainer computes them.
 
     Attributes:
-        gathered: inside it the policy without its wrappers, weights that are split gathered.
         noise: on the policy's norms, while it samples; None without noise.
     """
 
     engine: PolicyEngine
     passes: Passes
     processes: Processes
-    gathered: Callable[[], contextlib.AbstractContextManager[Any]]
     noise: NoiseInjector | None
 
     @torch.no_grad()
@@ -219,7 +214,7 @@ class Samplers:
     @contextlib.contextmanager
     def policy(self, weights: Weights, noisy: bool = True) -> Iterator[Any]:
         """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
-        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights):
+        with self.passes.policy.gathered() as policy, evaluation_mode(policy), self.engine.published(weights):
             if self.noise is None or not noisy:
                 yield policy
                 return
@@ -231,7 +226,6 @@ class Samplers:
 class SamplerCheck:
     """
     Attributes:
-        model: the policy, as the trainer has wrapped it now.
         batches_ahead: batches between, at most, the weights that draw and those that are trained.
         itemsize: bytes of a number that the trainer computes in.
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
@@ -243,7 +237,6 @@ class SamplerCheck:
     samplers: Samplers
     metrics: Metrics
     clock: StepClock
-    model: Callable[[], Any]
     sampling: Sampling
     batches_ahead: int
     itemsize: int
@@ -334,7 +327,7 @@ class SamplerCheck:
             if all(row.weights.sigma for row in few.rows):
                 self.metrics.kl("aqn/kl", sampled, clean, drawn)
         if self.batches_ahead:
-            model = self.model()
+            model = self.samplers.passes.policy.wrapped
             with evaluation_mode(model):  # without dropout, as the others
                 now = self.samplers.passes.logps(model, few.rows, few.width)
             self.metrics.kl("rollout/staleness_kl", clean, now, drawn)

@@ -10,7 +10,6 @@ clipping, the optimizer, schedules, checkpoints (perl.training.trainer).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -56,6 +55,7 @@ from perl.training.processes import Processes
 if TYPE_CHECKING:
     from perl.config.load import Config
     from perl.config.training import TrainingConfig
+    from perl.training.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,11 @@ log = logging.getLogger(__name__)
 class Step:
     """
     Attributes:
-        model: the policy, as the trainer has wrapped it now.
-        reference: inside it the model that is the reference; None: nothing needs one.
         sigma: of this optimizer step's noise.
     """
 
     config: Config
+    policy: Policy
     engine: PolicyEngine
     collector: Collector
     samplers: Samplers
@@ -81,8 +80,6 @@ class Step:
     nonfinite: NonFinite
     processes: Processes
     clock: StepClock
-    model: Callable[[], Any]
-    reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
     sigma: Callable[[], float]
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
@@ -131,7 +128,7 @@ class Step:
         self.comparison.compare(batch)
         with self.clock("old_logps"):
             needed = self.kl_coefficient.value or (self.stale and not self.noisy_old)
-            clean = self.passes.logps(self.model(), rows, batch.width) if needed else None
+            clean = self.passes.logps(self.policy.wrapped, rows, batch.width) if needed else None
             batch.old = self.samplers.logps(batch) if self.noisy_old else clean if self.stale else None
             batch.reference = self._reference(batch)
             batch.values = self._values(batch)
@@ -159,13 +156,13 @@ class Step:
         return rewards.masked_fill(rewards.isinf(), math.nan)
 
     def _reference(self, batch: Batch) -> torch.Tensor | None:
-        if self.reference is None:
+        if not self.policy.refers:
             return None
-        with self.reference() as model:
+        with self.policy.reference() as model:
             return self.passes.logps(model, batch.rows, batch.width)
 
     def _values(self, batch: Batch) -> torch.Tensor | None:
-        return None if self.critic is None else self.passes.values(self.model(), batch.rows, batch.width)
+        return None if self.critic is None else self.passes.values(self.policy.wrapped, batch.rows, batch.width)
 
     @torch.no_grad()
     def _kl_penalty(self, batch: Batch, policy: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,19 +7,19 @@ loop, the optimizer, the log and the checkpoints. Where its loop asks for someth
     create_optimizer, _clip_grad_norm                the critic's weights are a group of their own
     log, _save_own, …                                what is measured, and what a resumed run must know
 
-This file alone knows TRL's internals.
+This file, policy.py (the model that it holds) and assembly.py (the step's parts, made of what it has set up) alone know
+TRL's internals.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,53 +27,31 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import Trainer, TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
-from trl.models.utils import (
-    disable_gradient_checkpointing,
-    prepare_deepspeed,
-    prepare_fsdp,
-    unwrap_model_for_generation,
-)
-from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from perl.adapters import ADAPTERS
-from perl.adapters.none import autocast_dtype
 from perl.adapters.start import own_precision
-from perl.algorithms import ALGORITHMS
-from perl.base.errors import UserError
-from perl.config.derived import batches_ahead, correction_of, rows_stand
 from perl.config.load import Config
 from perl.config.training import TrainingConfig
-from perl.engines.base import PolicyEngine
 from perl.environments.conversation import Conversations
-from perl.models.folders import token_ids
-from perl.models.pixels import image_inputs
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
-from perl.prompts import ChatTemplate, decode, truncated
-from perl.records import Sampling, Weights
+from perl.prompts import ChatTemplate
+from perl.records import Weights
 from perl.rewards.functions import GradeEarly
-from perl.rewards.score import Rewards
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
 from perl.runs.metrics import StepClock, add_step, model_size
 from perl.runs.nonfinite import save_batch
 from perl.runs.process_state import ProcessState, RolloutState
 from perl.runs.vision import language_part
-from perl.training.batch import Batch, Dealer, MicroBatch
-from perl.training.collect import Collector, ReadPrompt, compared_reward, is_chat, rollout_sampling
-from perl.training.critic import Critic
-from perl.training.engines import Drawing, open_engine
+from perl.training.assembly import make_step
+from perl.training.batch import Batch, MicroBatch
 from perl.training.loss import masked_mean
-from perl.training.metrics import Metrics, completions_of
-from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import PASS_TOKENS, Passes, SamplerCheck, Samplers, require_comparable
+from perl.training.metrics import completions_of
+from perl.training.policy import Policy
 from perl.training.pool import PoolLost
-from perl.training.processes import Processes
-from perl.training.step import Step
-from perl.training.stream import PromptStream
 from perl.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -121,19 +99,16 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             super().__init__(
                 model=model, args=training, processing_class=processing_class, peft_config=of_trl, **kwargs
             )
-        self.eos_token_ids = token_ids(self.generation_config.eos_token_id)  # generation_kwargs may have named others
         self.start_adapter(peft, write_card, config.common.on_nonfinite)
-        if refers and peft_config is None:
-            self.ref_model = self._load_reference()
-        noise = config.noise_injection
-        self.noise = NoiseInjector.of(self.policy(), noise) if noise.enabled else None
+        self.policy, noise = Policy(self, refers), config.noise_injection
+        self.noise = NoiseInjector.of(self.policy.bare, noise) if noise.enabled else None
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation, self.conversations = validation, conversations
         self.template = (
             conversations.template if conversations else ChatTemplate(processing_class, training.chat_template_kwargs)  # type: ignore[arg-type]
         )
-        self.step = self._make_step(refers, grade_early, peft_config, generation_kwargs)
+        self.step = make_step(self, peft_config, generation_kwargs, grade_early)
         self.pending: list[MicroBatch] | None = None
         """The micro-batches of the generation batch that is trained on."""
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
@@ -260,246 +235,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             return super()._clip_grad_norm(model)
         return self.step.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
 
-    # The step's parts
-
-    def _make_step(
-        self, refers: bool, grade_early: GradeEarly | None, peft_config: Any, generation_kwargs: dict[str, Any]
-    ) -> Step:
-        """
-        Args:
-            refers: the loss or the reward needs a reference.
-            peft_config: PEFT's; None: all weights are trained.
-            generation_kwargs: the user's.
-        """
-        config, args, policy = self.config, self.args, self.policy()
-        processes = Processes(self.accelerator)
-        metrics = Metrics(processes, self._metrics["train"], correction_of(config.rollout))
-        plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
-        if self.ref_model is not None and plan.packed:
-            plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
-        if self.conversations is not None:
-            self._end_turns(self.conversations.template.end)
-        sampling = rollout_sampling(args, generation_kwargs)
-        engine = open_engine(self._drawing(peft_config, generation_kwargs))
-        require_comparable(engine, sampling, config)
-        stand = self.aux_loss_enabled or rows_stand(args)
-        max_tokens = None if stand or not plan.packed else args.max_tokens_per_microbatch
-        passes = self._make_passes(plan, processes, max_tokens)
-        samplers = Samplers(
-            engine=engine,
-            passes=passes,
-            processes=processes,
-            gathered=self.gathered,
-            noise=self.noise,
-        )
-        return Step(
-            config=config,
-            engine=engine,
-            collector=self._make_collector(engine, sampling, grade_early, processes),
-            samplers=samplers,
-            comparison=SamplerCheck.of(
-                config,
-                samplers=samplers,
-                metrics=metrics,
-                clock=self.clock,
-                model=lambda: self.model,
-                sampling=sampling,
-                itemsize=min(policy.dtype.itemsize, autocast_dtype(args).itemsize),
-            ),
-            passes=passes,
-            dealer=self._make_dealer(plan, stand, max_tokens),
-            critic=self._make_critic(plan, metrics) if ALGORITHMS[config.algorithm.name].critic else None,
-            metrics=metrics,
-            nonfinite=self.nonfinite,
-            processes=processes,
-            clock=self.clock,
-            model=lambda: self.model,
-            reference=self._reference if refers else None,
-            sigma=lambda: self.noise_stage.stage.sigma,
-            router_coefficient=self.router_aux_loss_coef or 0.0,
-        )
-
-    def _drawing(self, peft_config: Any, generation_kwargs: dict[str, Any]) -> Drawing:
-        return Drawing(
-            policy=self.policy(),
-            config=self.config,
-            peft_config=peft_config,
-            processing=self.processing_class,
-            generation_config=self.generation_config,
-            generation_kwargs=generation_kwargs,
-            noise=self.noise,
-            dtype=self.compute_dtype(),
-            accelerator=self.accelerator,
-            gathered=self.gathered,
-            whole=self.whole,
-            conversations=self.conversations,
-        )
-
-    def _end_turns(self, token: int) -> None:
-        """A base model may end a text by another token than its chat template a turn, and would go on behind that."""
-        if token not in self.eos_token_ids:
-            name = self._tokenizer.convert_ids_to_tokens(token)
-            log.info("environment: %s, which ends a turn in the chat template, ends a completion too", name)
-            self.eos_token_ids = [*self.eos_token_ids, token]
-            self.generation_config.eos_token_id = self.eos_token_ids
-
-    def _make_dealer(self, plan: PackingPlan, stand: bool, max_tokens: int | None) -> Dealer:
-        args = self.args
-        return Dealer(
-            accumulation=args.gradient_accumulation_steps,
-            per_generation=args.steps_per_generation or 1,
-            # Where nothing but the advantage makes a row's gradient.
-            leave_out_zero=args.beta == 0.0 and not ALGORITHMS[self.config.algorithm.name].critic,
-            group=plan.packed,
-            fixed=stand,
-            max_tokens=max_tokens,
-            size=model_size(self.model),
-        )
-
-    def _make_passes(self, plan: PackingPlan, processes: Processes, max_tokens: int | None) -> Passes:
-        args = self.args
-        return Passes(
-            packed=plan.packed,
-            kernel=plan.kernel,
-            aux_loss=self.aux_loss_enabled,
-            max_tokens=max_tokens or PASS_TOKENS,
-            processes=processes,
-            config=self.policy().config,
-            clock=self.clock,
-            without_checkpointing=lambda: disable_gradient_checkpointing(
-                self.model,
-                args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-            ),
-            autocast=self.accelerator.autocast,
-            pad_token_id=int(self._tokenizer.pad_token_id),  # type: ignore[arg-type]
-            image_inputs=lambda row: image_inputs(self.processing_class, row.images) if row.images else None,
-        )
-
-    def _make_collector(
-        self, engine: PolicyEngine, sampling: Sampling, grade_early: GradeEarly | None, processes: Processes
-    ) -> Collector:
-        args, algorithm = self.args, self.config.algorithm
-        per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
-        dynamic = algorithm.dynamic_sampling
-        epochs = args.num_train_epochs if dynamic and args.max_steps <= 0 else None
-        return Collector(
-            stream=PromptStream(len(self.train_dataset), per_batch, args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
-            rows=self.train_dataset,
-            read=self._read,
-            text=functools.partial(decode, self.processing_class),
-            engine=engine,
-            sampling=sampling,
-            rewards=Rewards(
-                self.reward_funcs,  # type: ignore[arg-type]
-                self.reward_func_names,
-                self.reward_weights,
-                decode=functools.partial(decode, self.processing_class) if self.conversations else None,
-            ),
-            grade_early=grade_early,
-            batch=per_batch,
-            group_size=args.num_generations or 1,
-            processes=processes,
-            clock=self.clock,
-            state=lambda: self.state,
-            greedy=ALGORITHMS[algorithm.name].greedy,
-            max_resample_factor=algorithm.max_resample_factor if dynamic else None,
-            equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
-            conversations=self.conversations,
-            longest=self._context() if self.conversations else None,
-            batches_ahead=batches_ahead(self.config.rollout),
-        )
-
-    def _context(self) -> int | None:
-        """Tokens of a prompt and all that follows it: what the model was made for, or less where vLLM is given less."""
-        made_for = getattr(self.policy().config.get_text_config(), "max_position_embeddings", None)
-        given = self.args.vllm_max_model_length if self.args.use_vllm else None
-        return min((each for each in (made_for, given) if each is not None), default=None)
-
-    def policy(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
-
-    def _read(self, row: dict[str, Any]) -> ReadPrompt:
-        prompt = row["prompt"]
-        if not is_chat(prompt):
-            return ReadPrompt(tuple(self._tokenizer(text=prompt)["input_ids"]))
-        images = tuple(each["bytes"] for each in row.get("images") or ())
-        ids = self.template.prompt(prompt, images)
-        data = self.config.dataset
-        if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
-            return ReadPrompt(tuple(ids), images)
-        return ReadPrompt(tuple(truncated(ids, data.max_prompt_length, data.truncation)), images)
-
-    def _make_critic(self, plan: PackingPlan, metrics: Metrics) -> Critic:
-        if not plan.packed:
-            raise UserError(
-                f"--config.algorithm.name {self.config.algorithm.name}: the critic's values are computed in packed"
-                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
-            )
-        dtype = self.policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
-        critic = Critic(self.policy(), self.config.critic, metrics, dtype, self.args.seed)
-        self.add_callback(critic.warm_up)
-        return critic
-
-    # Weights that lie elsewhere
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[Any]:
-        """The policy without its wrappers, ZeRO-3's and FSDP's weights gathered as TRL gathers them to generate."""
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,  # type: ignore[arg-type]
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                generation_kwargs=self.generation_kwargs,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-            ) as policy,
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            yield policy
-
-    @contextlib.contextmanager
-    def whole(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """ZeRO-3's and FSDP1's parameters, gathered to be read."""
-        with (
-            self._dist.gather_params(parameters),
-            self._dist.summon_full_params(self.model_wrapped, writeback=False),
-        ):
-            yield
-
-    @contextlib.contextmanager
-    def _reference(self) -> Iterator[Any]:
-        """The model that the run began with: one of its own, or the policy with the adapter that it began with."""
-        if self.ref_model is not None:
-            yield self.ref_model
-            return
-        policy = self.policy()
-        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
-            yield self.model
-
-    def _load_reference(self) -> Any:
-        """Where all weights are trained: the model once more, of the same configuration, prepared as TRL prepares its
-        own."""
-        policy = self.policy()
-        reference = type(policy).from_pretrained(
-            policy.config.name_or_path,
-            dtype=policy.dtype,
-            attn_implementation=policy.config._attn_implementation,
-            config=copy.deepcopy(policy.config),
-        )
-        add_fused_lm_head(reference, self.temperature, self.args.cast_lm_head_to_fp32)
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        if self.is_fsdp_enabled:
-            return prepare_fsdp(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
-
     # Noise
 
     def _measure_weights(self) -> None:
         """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
         large for them."""
         assert self.noise is not None
-        with self.whole([target.weight for target in self.noise.targets]):
+        with self.policy.whole([target.weight for target in self.noise.targets]):
             self.noise.measure()
         names = [target.name for target in self.noise.targets]
         if self.accelerator.is_main_process and (
@@ -609,7 +351,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def save_critic(self, folder: Path) -> None:
         """Every process must come here."""
         if self.step.critic is not None:
-            self.step.critic.save(folder, self.whole, write=self.accelerator.is_main_process)
+            self.step.critic.save(folder, self.policy.whole, write=self.accelerator.is_main_process)
 
     def _window_settings(self) -> dict[str, int]:
         fields = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"

@@ -75,7 +75,7 @@ def test_the_trainer_computes_what_was_drawn(tmp_path):
     """Log-probabilities of drawn tokens by a plain forward of the model before it is trained: those of the sampler. The
     others are in no mask."""
     trainer, batches = toolful(tmp_path, max_steps=1)
-    model = trainer.policy()
+    model = trainer.policy.bare
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trainer.train()
     with torch.no_grad():

@@ -53,7 +53,7 @@ def main() -> None:
     target.module.register_forward_pre_hook(look)
     trainer.train()
     save_result(trainer, out)
-    with trainer.gathered() as policy:
+    with trainer.policy.gathered() as policy:
         weights = {name: whole(weight).float().cpu().clone() for name, weight in policy.named_parameters()}
     before = load_file(out / "base" / "model.safetensors")
     report = {

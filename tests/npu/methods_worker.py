@@ -59,7 +59,7 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
     before = {key: p.detach().float().cpu().clone() for key, p in trainer.model.named_parameters()}
     trainer.train()
     trainer.save_model(str(out / name / "adapter"))
-    with trainer.gathered() as policy:
+    with trainer.policy.gathered() as policy:
         weights = {key: whole(p).float().cpu().clone() for key, p in policy.named_parameters()}
         trained = {key for key, p in policy.named_parameters() if p.requires_grad}
     found = {

@@ -14,13 +14,12 @@ class Nobody(Samplers):
 
 
 def compared(*, engine: Any, passes: Any, processes: Any, metrics: Any, clock: Any) -> SamplerCheck:
-    samplers = Nobody(engine=engine, passes=passes, processes=processes, gathered=nullcontext, noise=None)
+    samplers = Nobody(engine=engine, passes=passes, processes=processes, noise=None)
     sampling: Any = None
     return SamplerCheck(
         samplers=samplers,
         metrics=metrics,
         clock=clock,
-        model=lambda: None,
         sampling=sampling,
         batches_ahead=0,
         itemsize=4,

@@ -43,8 +43,8 @@ def train(model: str, folder: Path, lag: int, checkpoint: str | None, settings: 
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         trainer.step.engine.close()
-    with trainer.gathered():
-        return to_bytes(delivered(trainer.policy())), trainer
+    with trainer.policy.gathered():
+        return to_bytes(delivered(trainer.policy.bare)), trainer
 
 
 def hand_out_late(seconds: float) -> None:

@@ -59,7 +59,7 @@ def test_the_policy_is_close_to_that_of_the_float_base(folder, model):
 def test_training_moves_the_adapter_alone(folder, model, tmp_path, name):
     """The sampler computes as the trainer does, and what is computed in evaluation leaves the bits alone."""
     trainer = make_trainer(tmp_path, model=model, adapter=name, engine="fast")
-    policy, before = trainer.policy(), trained_of(trainer.model)
+    policy, before = trainer.policy.bare, trained_of(trainer.model)
     held = base_digest(policy)
     trainer.train()
     after = trained_of(trainer.model)
@@ -93,7 +93,7 @@ def test_the_decode_loop_and_generate_draw_the_same(folder, tmp_path):
 def test_a_run_is_the_same_with_workers_and_without_and_when_it_is_resumed(folder, tmp_path):
     saved = {"load": NF4, "save_strategy": "steps", "save_steps": 3}
     alone, trainer, _ = test_pool.train(folder, tmp_path / "alone", 0, 0, **saved)
-    assert trainer.policy().is_loaded_in_4bit
+    assert trainer.policy.bare.is_loaded_in_4bit
     pooled, trainer, _ = test_pool.train(folder, tmp_path / "pooled", 1, 0, **saved)
     assert test_pool.same(alone, pooled)
     again, _, steps = test_pool.train(
@@ -145,7 +145,7 @@ def test_an_adapter_that_is_trained_further_begins_with_its_own_bits(folder, tmp
     assert test_pool.same(trained_of(first.model), trained_of(second.model))
     second.train()
     assert second.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)  # TRL's reference has them too
-    assert second.policy().is_loaded_in_4bit
+    assert second.policy.bare.is_loaded_in_4bit
 
 
 def flags(inputs, folder, **changes):
