@@ -156,3 +156,32 @@ def test_what_hccl_says_of_this_process_alone_is_shown_at_once(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = "HCCL function error: HcclGetRootInfo(&hcclID), error code is 11 ERR02200 DIST call hccl api failed. EJ0003:"
     assert not lost_a_peer(RuntimeError(f"{said} Failed to bind the IP port. The IP address and port have been bound"))
+
+
+@pytest.mark.parametrize("library", ["libhccl.so", "libatb.so"])
+@pytest.mark.parametrize(
+    "command", [["-m", "perl.tools.launch", "--recipe", "recipes/quickstart.yaml"], ["perl/eval.py"]]
+)
+def test_cann_that_was_not_sourced_is_one_line(tmp_path, library, command):
+    """torch loads torch_npu by itself, and its error told how to do without."""
+    (tmp_path / "torch_npu").mkdir()
+    missing = f"{library}: cannot open shared object file: No such file or directory"
+    (tmp_path / "torch_npu" / "__init__.py").write_text(f"raise ImportError({missing!r})")
+    info = tmp_path / "torch_npu-2.10.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    flags = [] if len(command) > 1 else ["--model", str(tmp_path), "--dataset", "gsm8k"]
+    done = subprocess.run(
+        [sys.executable, *command, *flags],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"error: {library} is not found, which torch_npu needs: source /usr/local/Ascend/cann/set_env"
+    )
+    assert done.returncode == 2

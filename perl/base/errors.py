@@ -204,6 +204,9 @@ def report_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             sys.stderr.write(f"error: {error.filename!s:.60}…: too long for the name of a file; write a shorter one\n")
             sys.exit(EXIT_USER_ERROR)
+        if (missing := _missing_of_cann(error)) is not None:
+            sys.stderr.write(f"error: {missing}\n")
+            sys.exit(EXIT_USER_ERROR)
         if lost_a_peer(error):
             time.sleep(RANK_0_SPEAKS_S)
         if (refused := _disk_refuses(error)) is None:
@@ -238,6 +241,20 @@ DISK_WORDS = re.compile(
     r"|PytorchStreamWriter failed|inline_container\.cc|iostream error"
 )
 """In the errors of libraries that write tensors and tokenizers; the last three are torch.save's."""
+
+
+def _missing_of_cann(error: BaseException | None) -> str | None:
+    """One line where torch_npu, which torch loads by itself, finds a library of CANN's, NNAL's or the driver's nowhere;
+    None for any other error."""
+    while error is not None:
+        found = re.search(r"lib[\w.+-]+?\.so\S*(?=: cannot open shared object file)", str(error))
+        if found and isinstance(error, ImportError) and importlib.util.find_spec("torch_npu") is not None:
+            return (
+                f"{found[0]} is not found, which torch_npu needs: source /usr/local/Ascend/cann/set_env.sh (libatb.so:"
+                " /usr/local/Ascend/nnal/atb/set_env.sh); bash scripts/check_npu_env.sh says what is missing"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _disk_refuses(error: Exception) -> str | None:

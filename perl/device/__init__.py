@@ -216,6 +216,19 @@ def worker_environment(index: int, tp_size: int = 1) -> dict[str, str]:
     return {variable: ",".join(share)}
 
 
+def require_all_visible() -> None:
+    """Raise a UserError where the visibility variable names more devices than this process sees: the drivers read up to
+    the first id that they do not take, without a word, and a run on fewer devices is another run."""
+    devices = detect()
+    variable = VISIBILITY_VARIABLE[devices.kind]
+    named = os.environ.get(variable or "", "").strip().strip(",")
+    if named and (count := named.count(",") + 1) != devices.count:
+        raise UserError(
+            f"{variable}={named}: names {count} devices, of which {devices.count} are visible; write ids of devices"
+            " that exist, ascending, with commas and no spaces"
+        )
+
+
 def visible_ids() -> list[str]:
     """Of the accelerators that this process sees, as its visibility variable has them; of a CPU none."""
     devices = detect()

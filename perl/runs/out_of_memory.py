@@ -32,6 +32,8 @@ PHASE_NAMES = {
     "old_logps": "in the log-probabilities of the old policy",
     "update": "in the update",
 }
+WHOLE_WITH_ZERO3 = ("rollout", "prepare", "validation")
+"""Where ZeRO-3 gathers all weights."""
 
 
 @dataclass
@@ -70,9 +72,11 @@ def message(phase: str, config: Config | SFTRunConfig, sizes: str = "") -> str:
     where = f"{PHASE_NAMES[phase]} on rank {config.training.process_index}{sizes}"
     text = f"out of memory {where}. {set_first(phase, config)}"
     if config.training.world_size > 1 and not weights_are_sharded():
+        sharding = "FSDP2" if phase in WHOLE_WITH_ZERO3 else "ZeRO-3"
         text += (
-            f". Or split the base's weights over the {config.training.world_size} devices with ZeRO-3:"
-            " accelerate launch --config_file scripts/accelerate/npu_zero3.yaml"
+            f". Or split the base's weights over the {config.training.world_size} devices with {sharding}:"
+            f" accelerate launch --config_file scripts/accelerate/npu_{sharding.lower().replace('-', '')}.yaml"
+            f" --num_processes {config.training.world_size}"
         )
     return text
 

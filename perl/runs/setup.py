@@ -305,6 +305,7 @@ def check_processes(module: str = "perl.train") -> None:
     variable = device.VISIBILITY_VARIABLE[devices.kind]
     if variable is None:
         return
+    device.require_all_visible()
     if local > devices.count:
         raise UserError(
             f"{local} processes but only {devices.count} {devices.kind} device(s) are visible;"

@@ -81,6 +81,7 @@ def local_workers(values: Namespace) -> int:
 
 def requested_processes(devices: device.Devices, workers: int = 0) -> int:
     """NUM_PROCESSES if set, else one for each accelerator that no worker of this machine takes, or one on a CPU."""
+    device.require_all_visible()
     text = os.environ.get("NUM_PROCESSES", "")
     if not text:
         return 1 if devices.kind == "cpu" else max(1, devices.count - workers)

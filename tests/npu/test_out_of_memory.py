@@ -123,4 +123,7 @@ def test_one_full_rank_speaks_and_the_other_does_not_hang(run_npu, flags):
     assert done.returncode == 1
     (line,) = errors(done)
     assert line.startswith("error: out of memory in the reward on rank 1 (")
-    assert "over the 2 devices with ZeRO-3" in line
+    assert line.endswith(
+        "over the 2 devices with ZeRO-3: accelerate launch --config_file scripts/accelerate/npu_zero3.yaml"
+        " --num_processes 2"
+    )

@@ -41,6 +41,20 @@ def test_each_worker_is_shown_its_own_devices(answer):
         assert "only 1 are visible (ASCEND_RT_VISIBLE_DEVICES=1,7)" in message
 
 
+@pytest.mark.parametrize(
+    ("visible", "said"), [("0, 1", "0, 1: names 2 devices, of which 1 are"), ("0,5", "0,5: names")]
+)
+def test_a_run_on_fewer_devices_than_were_named_is_refused(run_npu, visible, said):
+    """It ran on one of four, with another batch, without a word."""
+    done = run_npu(
+        [sys.executable, "-m", "perl.tools.launch", "--recipe", "recipes/quickstart.yaml"],
+        check=False,
+        ASCEND_RT_VISIBLE_DEVICES=visible,
+    )
+    assert done.returncode == 2
+    assert f"ASCEND_RT_VISIBLE_DEVICES={said}" in done.stderr
+
+
 def test_a_visibility_variable_that_leaves_no_device_is_said(run_npu):
     program = "import logging; logging.basicConfig(); from perl import device; print(device.detect().kind)"
     done = run_npu([sys.executable, "-c", program], ASCEND_RT_VISIBLE_DEVICES="1,0")

@@ -56,13 +56,16 @@ def test_one_line_a_check():
     assert lines[-1] == "npu: 23 ok, 0 warnings, 1 failures"
 
 
-@pytest.mark.parametrize("name", ["container_without_devices", "zombie_holds_device", "driver_waits_for_reboot"])
+@pytest.mark.parametrize(
+    "name", ["container_without_devices", "zombie_holds_device", "driver_waits_for_reboot", "device_alarm"]
+)
 def test_hints_are_a_script_that_does_no_harm(name):
     machine = machines.machine(name)
     script = as_text(machine, diagnose(machine), fix_hints=True).split("\n\n", 1)[1]
     assert "# failure: " in script
     running = [line for line in script.splitlines() if not line.startswith("#")]
     assert not [line for line in running if re.search(r"…|reboot|kill|docker", line)]
+    assert "meanwhile" not in script
     assert subprocess.run(["bash", "-n", "-c", script]).returncode == 0
 
 

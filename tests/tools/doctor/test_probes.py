@@ -137,7 +137,7 @@ def test_files_devices_and_processes_are_read(tmp_path):
     assert machine.pci_accelerators == 1  # a network card and another vendor's do not count
     assert [(p.pid, p.parent, p.state, p.name) for p in machine.processes] == [(77, 1, "Z", "ray::IDLE (x)")]
     findings = diagnose(machine)
-    assert findings["driver"].found == "25.2.1 (CANN 8.5.1 needs 25.0)"
+    assert findings["driver"].found == "25.2.1 (CANN 8.5.1 needs 25.0.RC1)"
     assert findings["set-env"].fix == "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
     assert findings["device-files"].found == "/dev/davinci0 … davinci1, 2 in all"
 

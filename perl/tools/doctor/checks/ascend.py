@@ -127,7 +127,7 @@ def health(machine: Machine) -> Finding | None:
         return warning(found, "it works, but has reported an event (often temperature or a corrected error)", query)
     good = ",".join(str(chip.index) for chip in chips if chip.health == "OK")
     why = "a run on it fails or hangs"
-    return failure(found, why, f"{query}; meanwhile export ASCEND_RT_VISIBLE_DEVICES={good}")
+    return failure(found, why, f"export ASCEND_RT_VISIBLE_DEVICES={good}  # and look: {query}" if good else query)
 
 
 def device_memory(machine: Machine) -> Finding | None:
@@ -177,7 +177,7 @@ def cann(machine: Machine) -> Finding | None:
 
 
 def nnal(machine: Machine) -> Finding | None:
-    version = next((_field(text, "Version") for path, text in machine.files.items() if "/nnal/" in path and text), "")
+    version = next((_nnal_version(text) for path, text in machine.files.items() if "/nnal/" in path and text), "")
     evaluates = "vllm-ascend" in machine.packages
     if not version:
         if not evaluates:
@@ -250,6 +250,12 @@ def _field(text: str, name: str) -> str:
     """`name=value` of a version.info, whatever the case of its name."""
     match = re.search(rf"^{name}\s*[=:]\s*(\S+)\s*$", text, re.MULTILINE | re.IGNORECASE)
     return match[1] if match else ""
+
+
+def _nnal_version(text: str) -> str:
+    """Of the "Ascend-cann-atb : 9.1.0" of NNAL's version.info, which some releases indent."""
+    match = re.search(r"^\s*Ascend-cann-atb\s*[=:]\s*(\S+)\s*$", text, re.MULTILINE | re.IGNORECASE)
+    return match[1] if match else _field(text, "Version")
 
 
 def _search_path(machine: Machine) -> list[str]:

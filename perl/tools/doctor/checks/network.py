@@ -11,7 +11,7 @@ HCCL_PORT, HCCL_PORTS = 60000, 32
 """CANN 8.3 and newer take 32 ports from HCCL_IF_BASE_PORT on; older ones 16."""
 LAUNCHER_PORT = 29500
 RANGES = {
-    "HCCL_BUFFSIZE": (1, 4096, "MB; each communicator takes twice as much HBM"),
+    "HCCL_BUFFSIZE": (1, 2147483647, "MB; each communicator takes twice as much HBM"),
     "HCCL_CONNECT_TIMEOUT": (120, 7200, "seconds"),
     "HCCL_EXEC_TIMEOUT": (0, 2147483647, "seconds"),
     "HCCL_IF_BASE_PORT": (1024, 65520, "a port"),
