@@ -56,6 +56,9 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
     max_prompt_length: int | None = field(
         default=None, metadata={"help": "Same as --config.dataset.max_prompt_length, where the guides write it."}
     )
+    max_completion_length: int = field(  # type: ignore[override]
+        default=512, metadata={"help": "Maximum length of the generated completion."}
+    )
     max_tokens_per_microbatch: int | None = field(
         default=None,
         metadata={

@@ -37,6 +37,8 @@ SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_i
 """Fields of a GenerationConfig that the decode loop heeds, or that change no token; with any other of the user's the
 model's own `generate` draws."""
 REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
+REFUSED |= {"penalty_alpha", "dola_layers", "force_words_ids", "token_healing", "is_assistant", "guidance_scale"}
+REFUSED |= {"return_dict_in_generate"}
 REFUSED |= {"disable_compile"}  # TRL's own
 
 
@@ -236,7 +238,7 @@ def require_possible(generation_kwargs: dict[str, Any]) -> None:
     if refused := sorted(REFUSED & generation_kwargs.keys()):
         raise UserError(
             f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
-            " prompt, as long as max_completion_length); leave it out"
+            " prompt, as long as max_completion_length, drawn from the model's own distribution); leave it out"
         )
 
 

@@ -47,7 +47,7 @@ class RewardContext:
 def reward_context(config: Config, grader: Grader) -> RewardContext:
     return RewardContext(
         grader=grader,
-        max_completion_length=config.training.max_completion_length or 0,
+        max_completion_length=config.training.max_completion_length,
         overlong_cache_length=int(config.reward.overlong_cache_length),
         kwargs=config.reward.kwargs,
         of_environments=given_of_environments(config),

@@ -101,7 +101,7 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
         if phase == "worker":
             rows = drawn_at_once(training.num_generations or 1, training.generation_batch_size or 1, config.rollout)
-        most = rows * (int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512))
+        most = rows * (int(config.dataset.max_prompt_length or 512) + training.max_completion_length)
         bound = config.rollout.max_batch_tokens
         fewer = max(1, min(int(bound or most), most) // 2)
         yield change("same batch, slower", {"rollout.max_batch_tokens": (fewer, bound or "what was free")})

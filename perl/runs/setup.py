@@ -24,6 +24,7 @@ from perl.base.paths import user_path
 from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.models import folders
+from perl.models.context import most_tokens
 from perl.models.few_bits import require_bitsandbytes
 from perl.models.folders import resolve_model
 from perl.models.images import fitted, has_images, load_processing, tokenizer_of
@@ -63,7 +64,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     folders.require_whole_weights(folder, f"{MODEL_FLAG} {model}")
     tokenizer = load_processing(folder, MODEL_FLAG, padding_side="left", truncation_side="left")
     require_chat_template(tokenizer, model)
-    require_vocabulary(tokenizer_of(tokenizer), limits_of(model).vocabulary, model)
+    require_vocabulary(tokenizer_of(tokenizer), _text_config(model).vocab_size, model)
     return tokenizer
 
 
@@ -75,12 +76,19 @@ class ModelLimits:
     """Tokens that it knows."""
     context: int | None
     """Tokens of prompt and completion together that it was made for; None: its configuration names no limit."""
+    most: tuple[int, str] | None
+    """As `most_tokens` has it."""
 
 
 def limits_of(model: str) -> ModelLimits:
     """Of `model`, a folder or hub name."""
-    config = folders.load_config(resolve_model(model, MODEL_FLAG), MODEL_FLAG).get_text_config()
-    return ModelLimits(config.vocab_size, getattr(config, "max_position_embeddings", None))
+    config = _text_config(model)
+    context = getattr(config, "max_position_embeddings", None)
+    return ModelLimits(config.vocab_size, context, most_tokens(config))
+
+
+def _text_config(model: str) -> Any:
+    return folders.load_config(resolve_model(model, MODEL_FLAG), MODEL_FLAG).get_text_config()
 
 
 def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
@@ -210,8 +218,8 @@ def build_dataset(
         )
     log.info("%d prompts from %s", len(rows), ", ".join(names))
     _warn_of_repeats([row[PROBLEM] for row in rows], ", ".join(names))
-    if limits is not None and limits.context is not None and completion is not None:
-        _warn_of_context(min(max(lengths), config.max_prompt_length or max(lengths)), completion, limits.context)
+    if limits is not None and completion is not None:
+        _check_context(min(max(lengths), config.max_prompt_length or max(lengths)), completion, limits)
     return with_images(rows, problems)
 
 
@@ -223,12 +231,18 @@ def _warn_of_repeats(problems: Sequence[str], named: str) -> None:
         )  # fmt: skip
 
 
-def _warn_of_context(prompt: int, completion: int, context: int) -> None:
-    if prompt + completion > context:
+def _check_context(prompt: int, completion: int, limits: ModelLimits) -> None:
+    if limits.most is not None and prompt + completion > limits.most[0]:
+        most, why = limits.most
+        raise UserError(
+            f"--config.training.max_completion_length {completion}: with the longest prompt ({prompt} tokens) more than"
+            f" {most} tokens, and {why}; write at most {max(0, most - prompt)}"
+        )
+    if limits.context is not None and prompt + completion > limits.context:
         log.warning(
             "--config.training.max_completion_length %d: with the longest prompt (%d tokens) more than the %d tokens"
             " that the model was made for (max_position_embeddings)",
-            completion, prompt, context,
+            completion, prompt, limits.context,
         )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class LossSettings:
             vespo_positive=(args.vespo_k_pos, args.vespo_lambda_pos),
             vespo_negative=(args.vespo_k_neg, args.vespo_lambda_neg),
             off_policy_threshold=args.off_policy_mask_threshold,
-            longest=args.max_completion_length or 1,
+            longest=args.max_completion_length,
             correction=correction,
             correction_bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
         )

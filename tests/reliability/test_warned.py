@@ -23,7 +23,7 @@ def lines(tmp_path, monkeypatch, caplog):
 
     def of(data: str, completion: int = 8, **settings) -> list[str]:
         config = DatasetConfig(dataset_name_or_path=data, **settings)
-        build_dataset(config, ChatTemplate(tiny_tokenizer()), limits=ModelLimits(30, 512), completion=completion)
+        build_dataset(config, ChatTemplate(tiny_tokenizer()), limits=ModelLimits(30, 512, None), completion=completion)
         return [record.getMessage() for record in caplog.records]
 
     return of

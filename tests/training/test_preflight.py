@@ -21,6 +21,8 @@ def config(*flags):
         ("temperature", "-1", "temperature: -1.0 is not possible"),
         ("repetition_penalty", "0", "repetition_penalty: 0.0 is not possible"),
         ("generation_kwargs", '{"num_beams": 4}', "generation_kwargs: num_beams has no place in a rollout"),
+        ("generation_kwargs", '{"guidance_scale": 1.5}', "generation_kwargs: guidance_scale has no place in a rollout"),
+        ("generation_kwargs", '{"token_healing": true}', "generation_kwargs: token_healing has no place in a rollout"),
         ("generation_kwargs", '{"top_kk": 4}', "generation_kwargs: unknown name 'top_kk'; write .*, such as top_k, "),
         ("generation_kwargs", '{"top_p": 0}', "top_p: 0.0 is not possible"),
         ("generation_kwargs", '{"disable_compile": true}', "generation_kwargs: disable_compile has no place"),

@@ -201,7 +201,7 @@ def job_of(
     check_drawn(config, device.kind, parallel)
     return Job(
         prompt=_needed(config.dataset.max_prompt_length, "dataset.max_prompt_length", "prompt"),
-        completion=int(training.max_completion_length or 256),
+        completion=training.max_completion_length,
         group=int(training.num_generations or 1),
         steps_per_generation=int(training.steps_per_generation or training.gradient_accumulation_steps),
         max_tokens=training.max_tokens_per_microbatch,
