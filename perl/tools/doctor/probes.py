@@ -124,7 +124,7 @@ def _packages() -> dict[str, str]:
 
 def _files(root: Path) -> dict[str, str]:
     """Version files of driver, firmware, CANN and NNAL, and the set_env.sh scripts alongside them."""
-    text = list(TEXT_FILES)
+    text: list[str] = list(TEXT_FILES)
     if nnal := os.environ.get("ATB_HOME_PATH"):  # …/nnal/atb/latest/atb/cxx_abi_1, wherever it was installed
         text.append(os.path.normpath(f"{nnal}/../../version.info"))
     homes = ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", os.path.expanduser("~/Ascend/cann")]
