@@ -114,10 +114,7 @@ def start_vllm(options: Mapping[str, Any], training: bool = False) -> Any:
     try:
         return vllm.LLM(**options)
     except (RuntimeError, ValueError, AssertionError) as error:
-        share = options.get("gpu_memory_utilization", vllm.EngineArgs.gpu_memory_utilization)
-        sized_here = "gpu_memory_utilization" not in options or bool(os.environ.get(vllm_memory.CPU_CACHE))
-        fixed = device.detect().kind == "cpu" and sized_here
-        if known := vllm_memory.explain(error, share, options.get("enforce_eager", False), fixed, training):
+        if known := vllm_memory.explain(error, training):
             raise known from error
         raise
 

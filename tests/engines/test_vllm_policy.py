@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from perl import device
 from perl.base.errors import UserError
 from perl.engines import vllm_policy, vllm_sync
 from perl.engines.vllm_policy import Sharing, VLLMPolicyEngine
@@ -148,14 +147,12 @@ def test_too_little_memory_is_one_line_with_the_flags_of_a_training(monkeypatch)
         raise error
 
     monkeypatch.setattr(sys.modules["vllm"], "LLM", fails)
-    monkeypatch.setattr(sys.modules["vllm"], "EngineArgs", SimpleNamespace(gpu_memory_utilization=0.9), raising=False)
-    monkeypatch.setattr(device, "peak_memory", lambda: device.Memory(0, 0, 80 * 2**30))
     with pytest.raises(UserError) as raised:
         engine_of(monkeypatch, {"gpu_memory_utilization": 0.3})
     assert str(raised.value) == (
-        "vLLM does not start: one sequence of 32768 tokens needs 8.0 GiB of KV cache, 4.0 are left for it; write"
-        " --config.training.vllm_gpu_memory_utilization 0.35 (now 0.3), or --config.training.vllm_max_model_length"
-        " 16384 (completions that reach it are cut)"
+        f"vLLM does not start: {str(error)[:-1]}; lower or raise --config.training.vllm_gpu_memory_utilization, lower"
+        " --config.training.vllm_max_model_length, raise --config.training.vllm_tensor_parallel_size, or end what else"
+        " uses the device"
     )
     error = ValueError("another reason")
     with pytest.raises(ValueError, match="another reason"):
