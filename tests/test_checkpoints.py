@@ -8,6 +8,7 @@ from transformers import Qwen2Config
 
 from perl.base.errors import UserError
 from perl.models.folders import (
+    MODELSCOPE_VARIABLES,
     Checkpoint,
     eos_token_ids,
     load_config,
@@ -47,11 +48,16 @@ def test_tokens_that_end_a_completion_are_the_generation_configs_and_the_tokeniz
     assert [token_ids(named) for named in (None, 0, [1, 2], ())] == [[], [0], [1, 2], []]
 
 
-def test_the_modelscope_switch():
-    assert modelscope_variable({"PERL_USE_MODELSCOPE": "1"}) == "PERL_USE_MODELSCOPE"
-    assert modelscope_variable({"VERL_USE_MODELSCOPE": "True"}) == "VERL_USE_MODELSCOPE"
-    assert modelscope_variable({"PERL_USE_MODELSCOPE": "0"}) is None
-    assert modelscope_variable({}) is None
+def test_the_modelscope_switch(monkeypatch):
+    for name in MODELSCOPE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert modelscope_variable() is None
+    monkeypatch.setenv("PERL_USE_MODELSCOPE", "0")
+    assert modelscope_variable() is None
+    monkeypatch.setenv("VERL_USE_MODELSCOPE", "True")
+    assert modelscope_variable() == "VERL_USE_MODELSCOPE"
+    monkeypatch.setenv("PERL_USE_MODELSCOPE", "1")
+    assert modelscope_variable() == "PERL_USE_MODELSCOPE"
 
 
 def test_pickled_weights_are_refused(tmp_path):

@@ -58,7 +58,7 @@ def state(model):
 alone = make()
 everywhere = ["norm"]  # final norm included
 found = {}
-with NoiseInjector(alone, everywhere, [], seed=1).applied(0.5, (0, 0)):
+with NoiseInjector(alone, everywhere, [], seed=1, relative=False).applied(0.5, (0, 0)):
     want = logits(alone)
 clean = logits(alone)
 assert (want - clean).abs().max() > 0.1
@@ -68,7 +68,7 @@ model = shard(make())
 assert is_sharded(model)
 before = state(model)
 assert torch.equal(logits(model), clean)  # some modules are gathered from here on
-noise, merge = NoiseInjector(model, everywhere, [], seed=1), RolloutMerge(model, True)
+noise, merge = NoiseInjector(model, everywhere, [], seed=1, relative=False), RolloutMerge(model, True)
 for _ in range(2):
     with noise.applied(0.5, (0, 0)), merge.applied():
         found["rollout"] = float((logits(model) - want).abs().max())

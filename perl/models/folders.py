@@ -62,10 +62,9 @@ MOST = {r"(layers?|depth|blocks|dense|hash)$": 1_000, r"num_labels$": 1_000_000,
 makes a list of as many entries of the first two before it checks anything."""
 
 
-def modelscope_variable(environment: Mapping[str, str] = os.environ) -> str | None:
+def modelscope_variable() -> str | None:
     """The one of MODELSCOPE_VARIABLES that is set, or None: names are the Hugging Face Hub's."""
-    names = MODELSCOPE_VARIABLES
-    return next((name for name in names if environment.get(name, "").lower() in ("1", "true", "yes")), None)
+    return next((n for n in MODELSCOPE_VARIABLES if os.environ.get(n, "").lower() in ("1", "true", "yes")), None)
 
 
 def resolve_model(model: str, flag: str = "--model") -> Path:

@@ -62,7 +62,7 @@ class NoiseInjector:
         target_modules: Sequence[str],
         exclude_patterns: Sequence[str],
         seed: int,
-        relative: bool = False,
+        relative: bool,
     ):
         self.model, self.seed, self.relative = model, seed, relative
         self.targets = find_targets(model, target_modules, exclude_patterns)

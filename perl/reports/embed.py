@@ -130,9 +130,10 @@ def batches(records: Sequence[SampleRecord], length: Callable[[SampleRecord], in
             start, size = end, 0
 
 
-def longest_that_fits(lengths: Sequence[int], total: int = MOST_CHARACTERS) -> int:
-    """The largest number of characters that completions may keep for all of them to come to at most `total`."""
-    left = total
+def longest_that_fits(lengths: Sequence[int]) -> int:
+    """The largest number of characters that completions may keep for all of them to come to at most
+    MOST_CHARACTERS."""
+    left = MOST_CHARACTERS
     for place, length in enumerate(sorted(lengths)):
         share = left // (len(lengths) - place)
         if length > share:

@@ -99,20 +99,18 @@ def _majority(votes: Sequence[tuple[str | None, float]]) -> float:
     return sum(tied) / len(tied)
 
 
-def clustered_bootstrap(
-    values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0, most: float = 1.0
-) -> Estimate:
+def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0) -> Estimate:
     """Mean of `values` with a percentile interval from resampling whole clusters; the same samples give the same one.
 
     Values of one cluster are not independent (a problem that occurs twice), so clusters are drawn, with replacement,
     and the mean is taken over all values in those drawn. Where all values are equal there is nothing to resample and
     the bootstrap would claim certainty. The exact binomial bound (Clopper-Pearson) over the clusters stands in its
-    place: at most a share of 1 - 0.025^(1/m) of all problems has another value, which may be `least` or `most`.
+    place: at most a share of 1 - 0.025^(1/m) of all problems has another value, which may be `least` or 1.
 
     Args:
         values: one number a problem.
         clusters: the cluster of each value.
-        least, most: what a number may be; one that lies beyond is its own bound.
+        least: what a number may be, up to 1; one that lies beyond is its own bound.
     """
     if not values:
         return Estimate(math.nan, math.nan, math.nan)
@@ -123,7 +121,7 @@ def clustered_bootstrap(
     tail = (1.0 - CONFIDENCE) / 2.0
     if (numbers == numbers[0]).all():
         value, others = float(numbers[0]), 1.0 - tail ** (1.0 / count)
-        return Estimate(value, value - max(0.0, value - least) * others, value + max(0.0, most - value) * others)
+        return Estimate(value, value - max(0.0, value - least) * others, value + max(0.0, 1.0 - value) * others)
     sums, sizes = np.bincount(index, weights=numbers), np.bincount(index)
     generator = np.random.default_rng(0)
     means = np.empty(RESAMPLES)

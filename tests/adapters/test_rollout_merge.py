@@ -183,7 +183,7 @@ def test_a_merge_that_breaks_half_way_brings_every_bit_back(way, monkeypatch):
 def test_noise_and_merge_in_either_order(way, noise_first):
     model = make()
     before = state(model)
-    noise = NoiseInjector(model, ["post_attention_layernorm"], ["input_layernorm"], seed=1)
+    noise = NoiseInjector(model, ["post_attention_layernorm"], ["input_layernorm"], seed=1, relative=False)
     with noise.applied(0.5, (0, 0)):
         noisy = logits(model)
     merge = RolloutMerge(model)

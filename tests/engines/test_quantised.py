@@ -278,7 +278,9 @@ def test_the_adapter_counts_in_its_own_precision():
 
 def test_noise_on_the_norms_works_over_the_quantised_base():
     model = adapted()
-    policy = make_engine(model, rollout={"quantization": "int8"}, noise=NoiseInjector(model, ["norm"], [], seed=5))
+    policy = make_engine(
+        model, rollout={"quantization": "int8"}, noise=NoiseInjector(model, ["norm"], [], seed=5, relative=False)
+    )
     clean = drawn(policy)
     policy.publish(Weights(version=3, sigma=0.3))
     noisy = drawn(policy)

@@ -56,7 +56,7 @@ def make_rules(generation, kwargs=None, rollout=None, dtype=None) -> TorchRules:
 
 
 def noise_on(model) -> NoiseInjector:
-    return NoiseInjector(model, ["norm"], [], seed=5)
+    return NoiseInjector(model, ["norm"], [], seed=5, relative=False)
 
 
 def ask(count: int = 6) -> list[Prompt]:

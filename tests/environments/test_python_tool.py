@@ -167,9 +167,7 @@ def test_output_is_cut(python):
 def test_other_modules_can_be_had(python):
     assert python("import numpy") == "ModuleNotFoundError: No module named 'numpy' (line 1)"
     with PythonTool(LIMITS, modules=("numpy",)) as other:
-        assert other("import numpy\nprint(numpy.arange(3) @ numpy.arange(3), numpy.random.rand())") == other(
-            "import numpy\nprint(5, numpy.random.rand())"
-        )
+        assert other("import numpy\nprint(numpy.arange(3) @ numpy.arange(3))") == "5"
 
 
 CALL = """

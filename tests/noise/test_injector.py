@@ -12,7 +12,7 @@ pytestmark = pytest.mark.numeric
 
 
 def guide_injector(model, seed=0):
-    return NoiseInjector(model, ["post_attention_layernorm"], ["input_layernorm"], seed)
+    return NoiseInjector(model, ["post_attention_layernorm"], ["input_layernorm"], seed, relative=False)
 
 
 def state(model):
@@ -127,7 +127,7 @@ def test_the_projections_behind_a_norm_share_its_noise(norm):
         return dict(seen)
 
     clean, weight = run(), getattr(layer, norm).weight.detach().clone()
-    injector = NoiseInjector(model, [norm], [], seed=3)
+    injector = NoiseInjector(model, [norm], [], seed=3, relative=False)
     with injector.applied(0.3, draw=(0, 0)):
         factor = getattr(layer, norm).weight.detach() / weight
         noisy = run()

@@ -61,10 +61,12 @@ def test_what_is_the_same_in_all_prompts(tmp_path):
     assert embed.shared_ends(read_runs(tmp_path / "e")[0].scored[0]) == (0, 0)
 
 
-def test_what_is_too_much_is_shortened_evenly(caplog):
-    assert embed.longest_that_fits([10, 100, 20], total=60) == 30
+def test_what_is_too_much_is_shortened_evenly(caplog, monkeypatch):
+    monkeypatch.setattr(embed, "MOST_CHARACTERS", 60)
+    assert embed.longest_that_fits([10, 100, 20]) == 30
     assert "longer than 30 characters" in caplog.text
-    assert embed.longest_that_fits([10, 100, 20], total=130) == 100
+    monkeypatch.setattr(embed, "MOST_CHARACTERS", 130)
+    assert embed.longest_that_fits([10, 100, 20]) == 100
     assert embed.shortened("abcdefgh", 4) == (
         "ab\n\n[… 4 characters are left out here; samples.jsonl has them …]\n\ngh"
     )
