@@ -19,7 +19,7 @@ from pathlib import Path
 
 from perl.base.errors import UserError
 from perl.base.files import typed
-from perl.base.paths import user_path
+from perl.base.paths import checkpoints_in, step_of_checkpoint, user_path
 from perl.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
 from perl.scoring.results import BEST_FILE
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 BASE = "base"
 """After --adapter: the base without an adapter, as one of a sweep."""
-CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,7 @@ def _of_word(word: str) -> Iterator[Candidate]:
 def whole_model(folder: Path) -> Path | None:
     """Where a run that trained all weights has left its model: the folder itself or, of a run's, model/ or the last
     checkpoint; None where an adapter lies there, or nothing."""
-    steps = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := CHECKPOINT.match(path.name))]
-    numbered = [path for _, path in sorted(steps, reverse=True)]
-    for place in (folder, folder / "model", *numbered):
+    for place in (folder, folder / "model", *reversed(checkpoints_in(folder))):
         if (place / ADAPTER_CONFIG).is_file():
             return None
         if (place / "config.json").is_file():
@@ -103,9 +100,8 @@ def whole_model(folder: Path) -> Path | None:
 
 def checkpoints_of(run: Path) -> list[Path]:
     """The checkpoints of a training run in the order of their steps, and its final adapter."""
-    numbered = [(int(match[1]), path) for path in run.iterdir() if (match := CHECKPOINT.match(path.name))]
     final = run / "adapter"
-    return [path for _, path in sorted(numbered)] + ([final] if (final / ADAPTER_CONFIG).is_file() else [])
+    return checkpoints_in(run) + ([final] if (final / ADAPTER_CONFIG).is_file() else [])
 
 
 def _of_folder(adapter: Path) -> Candidate:
@@ -113,8 +109,8 @@ def _of_folder(adapter: Path) -> Candidate:
 
 
 def _step(adapter: Path) -> int | None:
-    if match := CHECKPOINT.match(adapter.resolve().name):
-        return int(match[1])
+    if (step := step_of_checkpoint(adapter.resolve())) >= 0:
+        return step
     for name, field in (("trainer_state.json", "global_step"), (BEST_FILE, "step")):
         try:
             return typed(json.loads((adapter / name).read_text(encoding="utf-8"))[field], int)

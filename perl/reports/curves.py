@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 
 from perl.base.errors import UserError
 from perl.base.files import typed
+from perl.base.paths import step_of_checkpoint
 from perl.reports.sources import find
 from perl.reports.training_run import (
     CONFIG,
@@ -304,12 +305,6 @@ def read_trl(path: Path) -> Curves | None:
     if not rows:
         raise UserError("no step is logged in its log_history")
     return curves(path, "trl", rows, run_updates(file.parent.parent))
-
-
-def step_of_checkpoint(folder: Path) -> int:
-    """N of checkpoint-N; -1 of a folder of another name, such as checkpoint-best."""
-    number = folder.name.removeprefix("checkpoint-")
-    return int(number) if re.fullmatch(r"[0-9]{1,15}", number) else -1
 
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from perl.base.errors import UserError
 from perl.base.files import SAVING, atomic_write, read_json, typed
+from perl.base.paths import checkpoints_in, step_of_checkpoint
 from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, VALIDATION
 
 if TYPE_CHECKING:
@@ -160,16 +159,6 @@ def goes_on(wanted: str | None) -> bool:
     return str(wanted).lower() not in ("false", "none", "null", "")
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def checkpoints_in(run_dir: Path) -> list[Path]:
-    """Of the lowest step first."""
-    folders = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
-    return sorted(folders, key=step_of)
-
-
 def last_whole_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint of the highest step with all of its files; one that is not whole is passed over with a line."""
     for folder in reversed(checkpoints_in(run_dir)):
@@ -282,8 +271,8 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     if checkpoint is not None:
         state = read_json(Path(checkpoint) / TRAINER_STATE, FLAG, "name an earlier checkpoint", TrainerState)
         step = state["global_step"]
-    made_at = {folder: step_of(folder) for folder in checkpoints_in(run_dir)}
-    made_at |= {folder: step_of(folder) for folder in (run_dir / VALIDATION).glob("step-*")}
+    made_at = {folder: step_of_checkpoint(folder) for folder in checkpoints_in(run_dir)}
+    made_at |= {folder: int(folder.name.rpartition("-")[2]) for folder in (run_dir / VALIDATION).glob("step-*")}
     if (best := run_dir / BEST / BEST_FILE).is_file():
         made_at[best.parent] = read_json(best, hint=f"remove {best.parent}", kind=BestStep)["step"]
     if (before := run_dir / BEST_BEFORE / BEST_FILE).is_file():

@@ -19,6 +19,7 @@ from perl import device
 from perl.adapters.applied import APPLIED, Applied
 from perl.base.errors import UserError
 from perl.base.files import LOCK, holder_of, lock_now, open_lock
+from perl.base.paths import checkpoints_in
 from perl.base.provenance import git_commit, versions
 from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
@@ -67,8 +68,6 @@ def check_place(run_dir: Path) -> None:
 def check_folder(run_dir: Path, resuming: bool) -> None:
     """Raise a UserError for a folder as for `check_place`, and for one that already holds another run, whose metrics
     and checkpoints would be mixed with this one's."""
-    from perl.runs.checkpoints import checkpoints_in  # with transformers, which the launcher does not import
-
     check_place(run_dir)
     if not resuming and ((run_dir / METRICS).exists() or checkpoints_in(run_dir)):
         raise UserError(

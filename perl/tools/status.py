@@ -9,11 +9,10 @@ from typing import Any
 
 from perl.base.errors import UserError
 from perl.base.files import LOCK, process_that_holds
-from perl.base.paths import user_path
+from perl.base.paths import checkpoints_in, user_path
 from perl.records import clock
 from perl.reports.training_run import OF_A_STEP
 from perl.runs.callbacks import SHOWN
-from perl.runs.checkpoints import checkpoints_in
 from perl.scoring.results import METRICS, read_metrics
 
 WORKERS = {
