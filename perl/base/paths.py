@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 
@@ -22,3 +23,11 @@ def step_of_checkpoint(folder: Path) -> int:
 def checkpoints_in(run_dir: Path) -> list[Path]:
     """Of the lowest step first."""
     return sorted((f for f in run_dir.glob("checkpoint-*") if step_of_checkpoint(f) >= 0), key=step_of_checkpoint)
+
+
+def how_to_go_on(run_dir: Path, resumes: bool) -> str:
+    """For a user whose command had resume_from_checkpoint auto (`resumes`), or had not."""
+    if resumes:
+        return "the same command"
+    folder = shlex.quote(str(run_dir))
+    return f"the same flags and --config.training.output_dir {folder} --config.training.resume_from_checkpoint auto"

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from transformers import TrainerCallback
 
 from perl.base.errors import Stopped
 from perl.base.files import atomic_write
+from perl.base.paths import how_to_go_on
 from perl.records import PROGRESS, clock
 from perl.runs.checkpoints import AUTO, LEFT_BEHIND
 from perl.runs.model_card import CURVE
@@ -217,15 +217,10 @@ class StopOnSignal(TrainerCallback):
             return
         if args.world_size > 1:
             torch.distributed.barrier()  # the launcher ends all processes as soon as one ends
-        name, folder = signal.Signals(self.received).name, shlex.quote(str(run_dir))
-        how = (
-            f"the same flags and --config.training.output_dir {folder} --config.training.resume_from_checkpoint {AUTO}"
-        )
-        if args.resume_from_checkpoint == AUTO:
-            how = "the same command"
+        name = signal.Signals(self.received).name
         raise Stopped(
             f"{name} after step {state.global_step} of {state.max_steps}, checkpoint-{state.global_step} is saved;"
-            f" run again to go on: {how}",
+            f" run again to go on: {how_to_go_on(run_dir, args.resume_from_checkpoint == AUTO)}",
             self.received,
         )
 

@@ -24,11 +24,11 @@ from perl.records import PROGRESS, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 Engine = Literal["hf", "vllm"]
-PROGRESS_STEP = re.compile(rf"{PROGRESS}step (\d+)/")
+STEP = re.compile(rf"(?:{PROGRESS})?step (\d+)/(\d+) ")
 WATCH = 'read ended || kill -s TERM -- "-$0"'
 """Of a shell: what ends without a word was killed, and its stage, the process group $0, is to end too."""
 SHOWN_STEPS = 10
-"""Every step is logged, for the report's curves; the screen shows every tenth."""
+"""Every step is logged, for the report's curves; the screen shows every tenth, and the last."""
 
 
 LOCK, STAGE_LOCK = "run.lock", "stage.lock"
@@ -154,15 +154,21 @@ def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console
     command += ["--recipe", str(recipe), *flags, "--config.training.output_dir", str(folder)]
     log = folder.with_suffix(".log")
     where = replace(where, variables={**device.start_environment(device.detect().kind), **where.variables})
+    follow(command, log, console, where)
+    return folder / "adapter"
+
+
+def follow(command: Sequence[str], log: Path, console: Console, where: Where) -> None:
+    """Run the command of a training, whose output `log` keeps, with some of its steps on the screen."""
     with start(command, log, pipe=True, append=True, where=where) as process, log.open("a", encoding="utf-8") as file:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
             file.flush()  # for who reads it meanwhile
-            if (match := PROGRESS_STEP.match(line)) and int(match[1]) % SHOWN_STEPS == 0:
-                console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
+            if (step := STEP.match(line)) and (int(step[1]) % SHOWN_STEPS == 0 or step[1] == step[2]):
+                shown = "      " + line.removeprefix(PROGRESS).strip()
+                console.print(shown, highlight=False, markup=False, soft_wrap=True)
         finish(process, log, "training")
-    return folder / "adapter"
 
 
 def report(folders: Sequence[Path], output: Path) -> Path:

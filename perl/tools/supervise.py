@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from perl.base.errors import EXIT_USER_ERROR, UserError, report_errors
+from perl.base.paths import how_to_go_on
 from perl.base.redact import hide
 from perl.records import PROGRESS
 
@@ -177,14 +177,6 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def same_command(run_dir: Path, argv: list[str]) -> str:
-    """How to go on, for a user who has given the script the flags in `argv`."""
-    flag = "--config.training.resume_from_checkpoint"
-    if any(word == f"{flag}=auto" or (word, after) == (flag, "auto") for word, after in pairwise([*argv, ""])):
-        return "the same command"
-    return f"the same flags and --config.training.output_dir {shlex.quote(str(run_dir))} {flag} auto"
-
-
 def main(run_dir: Path, argv: list[str]) -> int:
     screen = Screen()
     log = Log(run_dir / "output.log", screen)
@@ -207,7 +199,9 @@ def main(run_dir: Path, argv: list[str]) -> int:
             print(f"error: the launcher was ended by {killed_by}", file=sys.stderr)
         print(f"training ended with exit code {code}; the whole log is in {log.path}", file=sys.stderr)
         if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
-            print(f"run again to go on from its last checkpoint: {same_command(run_dir, argv)}", file=sys.stderr)
+            flag = "--config.training.resume_from_checkpoint"
+            resumes = f"{flag}=auto" in argv or (flag, "auto") in pairwise(argv)
+            print(f"run again to go on from its last checkpoint: {how_to_go_on(run_dir, resumes)}", file=sys.stderr)
     return code
 
 

@@ -7,7 +7,6 @@ values comes before the second one, so that there is something to compare early.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,8 @@ from perl import device
 from perl.base.redact import hide
 from perl.reports.methods import GREEDY, SAMPLED, Run
 from perl.tools.launch import accelerate_config, visible_device
-from perl.tools.stages import ROOT, SHOWN_STEPS, StageError, Where, finish, run_evaluations, start
+from perl.tools.stages import ROOT, StageError, Where, follow, run_evaluations
 
-STEP = re.compile(r"step (\d+)/(\d+) ")
 LAST_LINES = 5
 """Of a log, shown when its stage failed."""
 
@@ -96,16 +94,8 @@ def train(shop: Workshop, run: Run) -> None:
     command += ["--config_file", accelerate_config(shop.kind, shop.processes), "--num_processes", str(shop.processes)]
     command += ["-m", shop.program, *flags, "--config.training.output_dir", str(run.train)]
     log = run.folder / "train.log"
-    stage = start(command, log, pipe=True, append=True, where=shop.where_trained)
-    with stage as process, log.open("a", encoding="utf-8") as file:
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            file.flush()
-            if (step := STEP.match(line)) and (int(step[1]) % SHOWN_STEPS == 0 or step[1] == step[2]):
-                shop.say(f"      {line.strip()}")
-        with explained(shop, log):
-            finish(process, log, "training")
+    with explained(shop, log):
+        follow(command, log, shop.console, shop.where_trained)
 
 
 def trained_flags(run: Run) -> list[str]:
