@@ -1,4 +1,4 @@
-"""Rows of local files: parquet, json, jsonl and csv, one at a time, each with its place for messages to the user."""
+"""Rows of local files: parquet, json, jsonl and csv, each with its place for messages to the user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
@@ -21,11 +20,9 @@ _WRITE = f"write a file of rows ({', '.join(SUFFIXES)}), or a folder"
 LONGEST_ROW = 64 << 20
 """Characters of one row; images as base64 are the longest that there are."""
 TOO_LONG = f"a row of more than {LONGEST_ROW >> 20} million characters; is this a file of rows?"
-CHUNK = 1 << 16
 JSON_MISTAKES = (ValueError, RecursionError, InvalidOperation)
 """What decoding raises: no json, a whole number of too many digits, too deep, too large an exponent."""
 _DECODER = json.JSONDecoder(parse_float=Decimal)
-_NO_SPACE = re.compile(r"[ \t\n\r]*+")
 _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's repository keeps its files
 
 
@@ -105,12 +102,12 @@ def _parquet(file: Path) -> Iterator[Row]:
 
 
 def _json(file: Path) -> Iterator[Any]:
-    """A json array of rows, or one row a line; a row at a time is in memory."""
+    """A json array of rows, read as a whole, or one row a line, of which one at a time is in memory."""
     with file.open(encoding="utf-8-sig") as text:
         start = text.read(1024).lstrip()[:1]
         text.seek(0)
         if start == "[":
-            yield from _array(text, file)
+            yield from _decode(text.read(), str(file))
             return
         for number, line in enumerate(_lines(text, file), start=1):
             if line.strip():
@@ -128,59 +125,6 @@ def _lines(text: TextIO, file: Path) -> Iterator[str]:
         yield line
 
 
-def _array(text: TextIO, file: Path) -> Iterator[Any]:
-    """The items of a json array, read as they are asked for."""
-    held, at, number = "", 0, 0
-    dropped, lines, line_start = 0, 0, 0
-    """Characters and ends of lines before `held`, and where its first line starts in the file."""
-
-    def more() -> bool:
-        """Read on, as much again as is held, so that a long row is not decoded too often."""
-        nonlocal held, at, dropped, lines, line_start
-        if (last := held.rfind("\n", 0, at)) >= 0:
-            lines, line_start = lines + held.count("\n", 0, at), dropped + last + 1
-        held, at, dropped = held[at:], 0, dropped + at
-        if len(held) > LONGEST_ROW:
-            raise UserError(f"{file}:{number}: {TOO_LONG}")
-        read = text.read(max(CHUNK, len(held)))
-        held += read
-        return bool(read)
-
-    def sign() -> str:
-        """The next character that is no white space; "" at the end of the file."""
-        nonlocal at
-        while True:
-            at = _NO_SPACE.match(held, at).end()  # type: ignore[union-attr]
-            if at < len(held) or not more():
-                return held[at : at + 1]
-
-    sign()
-    at += 1  # [
-    while sign() != "]" or number:
-        number += 1
-        while True:
-            try:
-                row, end = _DECODER.raw_decode(held, at)
-            except JSON_MISTAKES as error:
-                before = dropped, lines, line_start  # `more` changes them
-                if isinstance(error, json.JSONDecodeError) and more():
-                    continue
-                raise UserError(f"{file}:{number}: {json_mistake(error, *before)}") from error
-            if end < len(held) or not more():  # a number may go on
-                break
-        at = end
-        yield row
-        if (after := sign()) == "]":
-            break
-        if after != ",":
-            raise UserError(f"{file}:{number}: not valid json: the array has no end; copy the file again")
-        at += 1
-        sign()
-    at += 1
-    if sign():
-        raise UserError(f"{file}: not valid json: more stands after the array")
-
-
 def _decode(text: str, where: str) -> Any:
     try:
         return _DECODER.decode(text.removeprefix("\ufeff"))
@@ -188,18 +132,10 @@ def _decode(text: str, where: str) -> Any:
         raise UserError(f"{where}: {json_mistake(error)}") from error
 
 
-def json_mistake(error: Exception, before: int = 0, lines: int = 0, line_start: int = 0) -> str:
-    """What is wrong, one of JSON_MISTAKES, and where in the file.
-
-    Args:
-        before: characters of the file before what was decoded.
-        lines: ends of lines among them.
-        line_start: where in the file the first line of what was decoded starts.
-    """
+def json_mistake(error: Exception) -> str:
+    """What is wrong, one of JSON_MISTAKES."""
     if isinstance(error, json.JSONDecodeError):
-        place = before + error.pos
-        column = place - line_start + 1 if error.lineno == 1 else error.colno
-        return f"not valid json: {error.msg}: line {lines + error.lineno} column {column} (char {place})"
+        return f"not valid json: {error}"
     if isinstance(error, RecursionError):
         return "not valid json: brackets nest too deep"
     if isinstance(error, InvalidOperation):

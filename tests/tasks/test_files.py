@@ -1,15 +1,14 @@
-"""Files of rows are read a row at a time, and no further than is asked for."""
+"""Files of rows: what is read of them, how far, and how a mistake in one is told."""
 
 import itertools
 import json
-import random
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from perl.base.errors import UserError
-from perl.tasks import files, load_problems
+from perl.tasks import load_problems
 from perl.tasks.files import read_rows
 
 
@@ -18,18 +17,15 @@ def rows_of(file):
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_array_is_read_as_json_reads_it(indent, tmp_path, monkeypatch):
-    """Wherever a piece of the file ends: pieces of 1 to 40 characters."""
+def test_an_array_is_read_as_json_reads_it(indent, tmp_path):
     items = [{"a": "x]" * 5, "b": [1, 250, {"c": None}], "d": 12}, {}, {"e": '\\"'}, {"f": 10**20}]
     file = tmp_path / "rows.json"
-    for size in range(1, 41):
-        monkeypatch.setattr(files, "CHUNK", size)
-        for count in range(len(items) + 1):
-            file.write_text(" \n" + json.dumps(items[:count], indent=indent) + random.Random(size).choice(["", "\n "]))
-            assert rows_of(file) == items[:count]
+    for count in range(len(items) + 1):
+        file.write_text(" \n" + json.dumps(items[:count], indent=indent) + "\n ")
+        assert rows_of(file) == items[:count]
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.csv"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
 def test_the_rest_of_a_file_is_not_read(name, tmp_path):
     """What comes behind the rows that are asked for is no data at all, and is not met."""
     rows = [{"question": f"What is {i} + 3 ?", "answer": f"#### {i + 3}"} for i in range(5000)]
@@ -38,8 +34,6 @@ def test_the_rest_of_a_file_is_not_read(name, tmp_path):
     if name == "rows.csv":
         lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
         file.write_bytes("\n".join(lines).encode() + broken)
-    elif name == "rows.json":
-        file.write_bytes(json.dumps(rows)[:-1].encode() + broken)
     else:
         file.write_bytes("\n".join(map(json.dumps, rows)).encode() + broken)
     assert [problem.gold for problem in load_problems(str(file), limit=3)] == ["3", "4", "5"]
@@ -63,28 +57,31 @@ def test_a_device_is_told_from_a_file_that_is_not_there():
         load_problems("/dev/nothing")
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_the_place_of_a_mistake_in_an_array_is_the_files(indent, tmp_path, monkeypatch):
-    """As json itself says it of the whole text, wherever a piece of the file ends."""
-    text = json.dumps([{"a": i, "b": "x" * i} for i in range(40)], indent=indent).replace('"a": 30', '"a": nothing')
+def test_an_array_that_is_no_text_is_told(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_bytes(b'[{"a": "\xff"}]')
+    with pytest.raises(UserError, match=r"rows\.json: not readable as UTF-8 json"):
+        rows_of(file)
+
+
+def test_the_place_of_a_mistake_in_an_array_is_the_files(tmp_path):
+    text = json.dumps([{"a": i, "b": "x" * i} for i in range(40)], indent=1).replace('"a": 30', '"a": nothing')
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
     file = tmp_path / "rows.json"
     file.write_text(text)
-    for size in (1, 7, 64, 1 << 16):
-        monkeypatch.setattr(files, "CHUNK", size)
-        with pytest.raises(UserError) as error:
-            rows_of(file)
-        assert str(error.value) == f"{file}:31: not valid json: {expected.value}"
+    with pytest.raises(UserError) as error:
+        rows_of(file)
+    assert str(error.value) == f"{file}: not valid json: {expected.value}"
 
 
 @pytest.mark.parametrize(
     ("suffix", "text", "message"),
     [
-        ("jsonl", '{"question": "a", "answer": 1e99999999999999999999999}', "1: a number whose exponent is too large"),
-        ("json", '[{"question": "a", "answer": 1e99999999999999999999999}]', "1: a number whose exponent is too large"),
-        ("csv", f'prompt,answer\n"[{{""role"": {"9" * 5000}}}]",1', "1: a number of more than 4300 digits"),
-        ("csv", f'prompt,answer\n"{{""a"": {"[" * 50000}",1', "1: not valid json: brackets nest too deep"),
+        ("jsonl", '{"question": "a", "answer": 1e99999999999999999999999}', ":1: a number whose exponent is too large"),
+        ("json", '[{"question": "a", "answer": 1e99999999999999999999999}]', ": a number whose exponent is too large"),
+        ("csv", f'prompt,answer\n"[{{""role"": {"9" * 5000}}}]",1', ":1: a number of more than 4300 digits"),
+        ("csv", f'prompt,answer\n"{{""a"": {"[" * 50000}",1', ":1: not valid json: brackets nest too deep"),
     ],
 )
 def test_a_number_or_a_nesting_beyond_what_can_be_read_is_told(suffix, text, message, tmp_path):
@@ -92,7 +89,7 @@ def test_a_number_or_a_nesting_beyond_what_can_be_read_is_told(suffix, text, mes
     file.write_text(text + "\n")
     with pytest.raises(UserError) as caught:
         load_problems(str(file))
-    assert f"rows.{suffix}:{message}" in str(caught.value)
+    assert f"rows.{suffix}{message}" in str(caught.value)
 
 
 def test_a_duration_that_python_has_no_value_for_is_told(tmp_path):
