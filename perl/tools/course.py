@@ -44,6 +44,7 @@ from perl.tools.stages import (
     evaluate,
     read_scores,
     report,
+    say,
     stopped_by_signals,
     train,
 )
@@ -123,12 +124,12 @@ def run(course: Course, output_dir: str) -> int:
     folder = user_path(output_dir).absolute()
     is_of_this_run(folder, course.settings)
     console = Console()
-    console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
+    say(console, f"everything goes to {folder}")
     try:
         with stopped_by_signals(), alone(folder, "--output_dir", console) as kept_open:
             open_folder(folder, course.settings)
             if course.note:
-                console.print(course.note, soft_wrap=True)
+                say(console, course.note)
             write_data(folder / "data", course.rows)
             result = take(course, folder, console, Where(kept_open=(kept_open,)))
     except StageError as error:
@@ -163,7 +164,7 @@ def take(course: Course, folder: Path, console: Console, where: Where) -> dict[s
     page = report([folder / "grpo", *places.values()], folder / "report.html")
     scores = {name: read_scores(how, place) for name, place in places.items()}
     console.print(table(course.title, scores))
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"report: {page}")
     return {**result_of(scores, settings, folder), **course.result}
 
 
@@ -296,7 +297,7 @@ def with_dtype(settings: Run, folder: Path, console: Console) -> Run:
     times = device.time_products(*size)
     chosen = "bfloat16" if GAIN * times["bfloat16"] <= times["float32"] else "float32"
     measured = " and ".join(f"{each:.2f} ms in {name}" for name, each in times.items())
-    console.print(f"trains in {chosen}: a product of {' x '.join(map(str, size))} takes {measured}", soft_wrap=True)
+    say(console, f"trains in {chosen}: a product of {' x '.join(map(str, size))} takes {measured}")
     settings = replace(settings, dtype=chosen)
     write_json(folder / SETTINGS, asdict(settings))
     return settings

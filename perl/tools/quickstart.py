@@ -19,7 +19,7 @@ from perl.base.errors import report_errors
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt
 from perl.records import Sampling
-from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, Where, alone, evaluate, report, train
+from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, Where, alone, evaluate, report, say, train
 
 BASE_FOLDER, DATA_FOLDER = ROOT / "assets" / "quickstart-base", ROOT / "assets" / "quickstart-data"
 """Made by benchmarks/quickstart_base.py and benchmarks/quickstart_problems.py."""
@@ -44,7 +44,7 @@ def quickstart(seed: int, engine: Engine, folder: Path, console: Console, where:
     console.print("[4/4] write the report (python -m perl report)")
     page = report([folder], folder / "report.html")
     console.print(comparison(before, after))
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"report: {page}")
     return {
         "before": round(before.sampled.value, 4),
         "after": round(after.sampled.value, 4),
@@ -77,7 +77,7 @@ def main() -> int:
         default = ROOT / "outputs" / f"quickstart_{args.seed}_{time.strftime('%Y%m%d_%H%M%S')}"
         folder = Path(args.output_dir).absolute() if args.output_dir else default
         console = Console()
-        console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
+        say(console, f"everything goes to {folder}")
         try:
             with alone(folder, "--output_dir", console) as kept_open:
                 result = quickstart(int(args.seed), args.engine, folder, console, Where(kept_open=(kept_open,)))

@@ -133,7 +133,7 @@ def evaluate(
     scores = read_scores(how, folder)
     shown = [f"avg@{how.sampled.n} {scores.sampled}", f"greedy {scores.greedy}"]
     shown += [f"{name} greedy {score}" for name, score in scores.more.items()]
-    console.print("      " + "  ".join(shown), highlight=False, markup=False, soft_wrap=True)
+    say(console, "      " + "  ".join(shown))
     return scores
 
 
@@ -144,7 +144,7 @@ def run_evaluations(commands: Mapping[Path, Sequence[str]], console: Console, wh
         for together in [{log: command} for log, command in commands.items()] if apart else [commands]:
             codes = run_at_once(together, "evaluation", where, (0, EXIT_NOT_ALL_GENERATED))
             for log in [log for log, code in codes.items() if code]:
-                console.print(f"      rows without a completion count as wrong; read {log}", soft_wrap=True)
+                say(console, f"      rows without a completion count as wrong; read {log}")
 
 
 def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console: Console, where: Where = HERE) -> Path:
@@ -166,9 +166,13 @@ def follow(command: Sequence[str], log: Path, console: Console, where: Where) ->
             file.write(line)
             file.flush()  # for who reads it meanwhile
             if (step := STEP.match(line)) and (int(step[1]) % SHOWN_STEPS == 0 or step[1] == step[2]):
-                shown = "      " + line.removeprefix(PROGRESS).strip()
-                console.print(shown, highlight=False, markup=False, soft_wrap=True)
+                say(console, "      " + line.removeprefix(PROGRESS).strip())
         finish(process, log, "training")
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: a path may hold what would be markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def report(folders: Sequence[Path], output: Path) -> Path:

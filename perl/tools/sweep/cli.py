@@ -36,7 +36,7 @@ from perl.scoring.statistics import Change, Estimate
 from perl.tasks import TASKS, data_name, load_problems, training_split
 from perl.tools.launch import accelerate_config
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
-from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, stopped_by_signals
+from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, say, stopped_by_signals
 from perl.tools.sweep.grid import Grid, check, make_grid, slug
 from perl.tools.sweep.work import Workshop, surroundings, work
 
@@ -168,13 +168,9 @@ def read_command(args: Any) -> Sweep:
 
 def do(sweep: Sweep, console: Console) -> Comparison:
     """Everything that is left to do; returns what has come out of it, with the page written. Raises StageError."""
-    try:
-        sweep.output.mkdir(parents=True, exist_ok=True)
-        write_json(sweep.output / SETTINGS, sweep.settings)
-    except OSError as error:
-        raise UserError(f"--output {sweep.output}: {error.strerror}; write another folder") from error
-    say(console, f"everything goes to {sweep.output}")
     with stopped_by_signals(), alone(sweep.output, "--output", console) as kept_open:
+        write_json(sweep.output / SETTINGS, sweep.settings)
+        say(console, f"everything goes to {sweep.output}")
         shop = Workshop(
             program=sweep.grid.program.name,
             argv=sweep.grid.argv,
@@ -189,10 +185,6 @@ def do(sweep: Sweep, console: Console) -> Comparison:
         comparison = sweep.compared()
         write_comparison(comparison, sweep.output / PAGE)
     return comparison
-
-
-def say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 # What is scored

@@ -18,7 +18,7 @@ from perl import device
 from perl.base.redact import hide
 from perl.reports.methods import GREEDY, SAMPLED, Run
 from perl.tools.launch import accelerate_config, visible_device
-from perl.tools.stages import ROOT, StageError, Where, follow, run_evaluations
+from perl.tools.stages import ROOT, StageError, Where, follow, run_evaluations, say
 
 LAST_LINES = 5
 """Of a log, shown when its stage failed."""
@@ -47,9 +47,6 @@ class Workshop:
         hidden = visible_device(self.kind, self.processes)
         return replace(self.where, variables={**self.where.variables, **hidden})
 
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
 
 def work(shop: Workshop, runs: Sequence[Run], bases: Mapping[str, Path], after_each: Callable[[], object]) -> None:
     """Do what is left to do. A run that fails is noted as such, with its last lines on the screen; the others go on.
@@ -62,20 +59,20 @@ def work(shop: Workshop, runs: Sequence[Run], bases: Mapping[str, Path], after_e
         StageError: a base could not be scored.
     """
     for model, folder in bases.items():
-        shop.say(f"base {model}: score")
+        say(shop.console, f"base {model}: score")
         score(shop, ["--model", model], folder)
     ordered = sorted(runs, key=lambda run: run.seed)
     for number, run in enumerate(ordered, start=1):
         place = f"[{number}/{len(ordered)}] {run.name}"
         if run.state.finished:
-            shop.say(f"{place}: finished before")
+            say(shop.console, f"{place}: finished before")
             continue
-        shop.say(f"{place}: train and score")
+        say(shop.console, f"{place}: train and score")
         try:
             one(shop, run)
         except StageError as error:
             run.note(trained=run.state.trained, error=str(error))
-            shop.say(f"{place}: failed: {error}")
+            say(shop.console, f"{place}: failed: {error}")
         after_each()
 
 
@@ -129,7 +126,7 @@ def explained(shop: Workshop, *logs: Path) -> Iterator[None]:
     except StageError as error:
         log = next((log for log in logs if str(log) in str(error)), logs[0])
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]:
-            shop.say(f"      {hide(line)}")
+            say(shop.console, f"      {hide(line)}")
         raise
 
 
