@@ -25,6 +25,7 @@ from perl.scoring.results import read_samples
 from tests.environments.calling import calling_model, calling_tokenizer, save_calling
 from tests.environments.scripted import talking
 from tests.environments.training import fields_of, tokens, toolful
+from tests.folders import metrics, write_sums
 from tests.ranks import reports
 from tests.tiny import END
 from tests.trainers import SUMS
@@ -295,14 +296,13 @@ def test_vllm_takes_the_same_feed(tmp_path):
 def folder(tmp_path):
     """Of a model that calls add and python."""
     save_calling(tmp_path / "model")
-    rows = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(8)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(tmp_path / "sums.jsonl")
     (tmp_path / "tools.py").write_text(TOOLS)
     return tmp_path
 
 
 def logged(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(run)
     return [row for row in rows if "loss" in row]
 
 

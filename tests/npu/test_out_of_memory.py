@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.folders import write_sums
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +30,7 @@ def alternating(completions, **kwargs):
 def flags(tmp_path):
     """Flags of a run of a tiny model; the reward differs within a group."""
     (tmp_path / "hog.py").write_text(HOG)
-    sums = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(64)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    write_sums(tmp_path / "sums.jsonl", 64)
     settings = {
         "model.model_name_or_path": save_tiny(tmp_path / "model", scale=4.0),
         "dataset.dataset_name_or_path": tmp_path / "sums.jsonl",

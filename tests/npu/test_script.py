@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.folders import adapter_of, metrics
 from tests.test_launch_script import SCRIPT, flags, run_folder
 from tests.tiny import save_tiny
 
@@ -83,13 +83,9 @@ def train(run_npu, given, tmp_path):
 
 
 def steps(folder: Path) -> list[int]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(folder)
     assert all(row["aqn/num_modules"] == 2 and row["aqn/sigma"] > 0 for row in rows if "reward" in row)
     return [row["step"] for row in rows if "reward" in row]
-
-
-def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
 def same(one: Path, other: Path) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.folders import adapter_of
 from tests.training.small_run import write_inputs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trl" / "openr1" / "dapo_lora_npu.sh"
@@ -72,7 +72,7 @@ def of_run(folder):
 
 
 def adapter(folder):
-    return load_file(folder / "run" / "adapter" / "adapter_model.safetensors")
+    return adapter_of(folder / "run")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.folders import write_sums
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +46,7 @@ def write_inputs(folder: Path) -> dict[str, str]:
     model, data, reward = folder / "model", folder / "sums.jsonl", folder / "digits.py"
     if not model.exists():
         save_tiny(model, scale=4.0)
-        rows = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(8)]
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_sums(data)
         reward.write_text(  # a random model is never right; the share of digits differs between completions
             "def digits(completions, **kwargs):\n"
             "    texts = [c[0]['content'] for c in completions]\n"

@@ -1,6 +1,5 @@
 """What the trainer does for perl.algorithms: KL in loss and reward, advantages of tokens, resumed runs."""
 
-import gc
 import json
 import math
 from collections import defaultdict
@@ -29,11 +28,7 @@ from tests.training.injected import inject, learn
 ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections():
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def assert_same(one, other, places=1e-6):

@@ -1,6 +1,5 @@
 """On the same completions PerlGRPOTrainer learns what TRL's GRPOTrainer learns: losses, gradient norms, adapter."""
 
-import gc
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from tests.tiny import save_tiny
 from tests.trainers import reward_tokens
 from tests.training.injected import LONGEST, completion, learn
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("quick_collections")]
 
 ROOT = Path(__file__).parents[2]
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -53,14 +52,6 @@ VARIANTS = {
     "groups without gradient": {"rewards": "ties", "loss_type": "grpo", "max_steps": 4},
     "groups without gradient, by tokens": {"rewards": "ties", "loss_type": "dapo", "max_steps": 4},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections():
-    """Each training collects garbage once; to walk over all modules imported so far takes longer than to train."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def assert_equal(**settings):

@@ -1,6 +1,5 @@
 """Every algorithm trains, with all that it sets, and a run that goes on from a checkpoint ends with the same bits."""
 
-import gc
 import math
 
 import pytest
@@ -8,12 +7,7 @@ import torch
 
 from tests.training.every_algorithm import RUNS, train, trained
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections():
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 @pytest.mark.parametrize("name", RUNS)

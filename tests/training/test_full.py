@@ -28,6 +28,7 @@ from perl.runs.setup import load_model
 from perl.scoring.results import same_model
 from perl.training.grpo import train
 from perl.training.preflight import check_engine
+from tests.folders import metrics, write_sums
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer
 
@@ -61,8 +62,7 @@ def folder(tmp_path_factory):
     """Holds base/, a model in bfloat16, sums.jsonl and the run of two steps, run/."""
     folder = tmp_path_factory.mktemp("full")
     save_tiny(folder / "base", scale=4.0, dtype=torch.bfloat16)
-    rows = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(8)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(folder / "sums.jsonl")
     (folder / "digits.py").write_text(
         "def digits(completions, **kwargs):\n"
         "    texts = [c[0]['content'] for c in completions]\n"
@@ -103,7 +103,7 @@ def test_configuration_and_tokenizer_are_the_bases_but_for_the_dtype(folder):
 
 
 def test_the_first_step_is_at_the_reference_and_the_sampler_is_noisy(folder):
-    logged = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = metrics(folder / "run")
     first, second = [row for row in logged if "loss" in row]
     assert first["kl"] == 0.0 < second["kl"]
     assert first["aqn/sigma_realized"] > 0.03

@@ -25,9 +25,9 @@ from perl.runs.metrics import (
 )
 from perl.training.metrics import rollout_metrics
 from perl.training.processes import Processes
+from tests.folders import metrics
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer
-from tests.training.test_trainer import rows
 
 TINY = ModelSize(base=2 * (4 * 64 * 64 + 3 * 64 * 64) + 64 * 30, adapter=2 * 7 * (64 * 4 + 4 * 64), attention=2 * 64)
 """tests/tiny.py: two layers of q, k, v, o and gate, up, down, all 64 x 64, a head of 64 x 30 words; LoRA of rank 4."""
@@ -274,7 +274,7 @@ def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
     trainer.train()
     wall = time.perf_counter() - begun
 
-    logged = [row for row in rows(tmp_path) if "reward" in row]
+    logged = [row for row in metrics(tmp_path) if "reward" in row]
     assert [row["step"] for row in logged] == [2, 4]
     assert len(steps) == 4
     for name in (

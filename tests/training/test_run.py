@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from perl.base.errors import UserError
 from perl.device import detect
 from perl.runs.checkpoints import CONTENTS
 from perl.training.grpo import train
+from tests.folders import adapter_of, metrics, write_sums
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.training.small_run import SETTINGS
 
@@ -31,10 +31,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Eight problems in GSM8K's schema."""
-    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    rows = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl")
 
 
 @pytest.fixture(scope="session")
@@ -85,14 +82,6 @@ def launched_train(processes, argv, cwd, config="cpu.yaml", **env):
     config_file = str(ROOT / "scripts" / "accelerate" / config)  # an absolute path stays itself
     command = [*launcher, config_file, "--num_processes", str(processes), "-m", "perl.train", *argv]
     return run(command, cwd, **env)
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def adapter_of(folder):
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
 def require_same(folder, other):

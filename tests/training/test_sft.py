@@ -28,6 +28,7 @@ from perl.runs.callbacks import MetricsWriter
 from perl.runs.setup import build_dataset
 from perl.tasks.trained import read_trained
 from perl.training.grpo import train
+from tests.folders import metrics
 from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_model, tiny_tokenizer
 from tests.training.poison import poison
 
@@ -72,10 +73,6 @@ def argv(model, data, folder, **changes):
         "peft.r": 4,
     } | {name.replace("__", "."): value for name, value in changes.items()}
     return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder):

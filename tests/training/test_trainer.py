@@ -1,7 +1,6 @@
 """PerlGRPOTrainer in one process: what is learned, what noise touches, and that a resumed run is the same run."""
 
 import inspect
-import json
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from perl.base.errors import RankError, UserError, say_once
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.runs.callbacks import MetricsWriter
 from perl.training.grpo import import_trainer
+from tests.folders import metrics
 from tests.tiny import tiny_tokenizer
 from tests.trainers import kept_batches, make_trainer, tokens_of
 
@@ -26,10 +26,6 @@ def guide_noise(**changes):
 
 def adapter_state(trainer):
     return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def overridden(ours: type) -> set[str]:
@@ -130,10 +126,10 @@ def test_each_rollout_has_its_own_noise_of_the_stages_sigma(tmp_path):
     trainer.train()
     # The first one twice: sampler and trainer are compared under the same noise.
     assert drawn == [(0.5, (0, 0)), (0.5, (0, 0)), (0.1, (1, 0))]
-    logged = [(r["aqn/sigma"], r["aqn/stage"], r["aqn/num_modules"]) for r in rows(tmp_path) if "aqn/sigma" in r][:2]
+    logged = [(r["aqn/sigma"], r["aqn/stage"], r["aqn/num_modules"]) for r in metrics(tmp_path) if "aqn/sigma" in r][:2]
     assert logged == [(0.5, 0, 2), (0.1, 1, 2)]
     # 128 numbers: the standard error of their RMS is 6 %
-    assert rows(tmp_path)[0]["aqn/sigma_realized"] == pytest.approx(0.5, rel=0.25)
+    assert metrics(tmp_path)[0]["aqn/sigma_realized"] == pytest.approx(0.5, rel=0.25)
 
 
 def completions_of_first_rollout(folder, sigma):

@@ -40,6 +40,7 @@ from perl.training.preflight import check_run
 from perl.training.validation import Validation, best_so_far, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
+from tests.folders import metrics
 from tests.quantised import needs_int8
 from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
@@ -122,12 +123,8 @@ def validated(made, flags, tmp_path_factory) -> Path:
     return train(flags(VALIDATION, datasets, training__output_dir=folder, training__report_to="tensorboard"))
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def validations(run: Path, n: int = 1) -> dict[int, float]:
-    found = [(row["step"], row[f"{CORE}{n}"]) for row in rows_of(run) if f"{CORE}{n}" in row]
+    found = [(row["step"], row[f"{CORE}{n}"]) for row in metrics(run) if f"{CORE}{n}" in row]
     assert len(dict(found)) == len(found), "a step was validated twice"
     return dict(found)
 
@@ -171,12 +168,12 @@ def test_it_equals_the_evaluator_where_completions_are_sampled(made, flags, tmp_
     run = train(flags(VALIDATION, sampled, training__output_dir=tmp_path / "run", rollout__engine=engine))
     theirs = evaluated(made, run / "checkpoint-4", tmp_path / "after", n=4, temperature=0.7)
     assert samples(run, 4) == theirs
-    metrics = json.loads((tmp_path / "after" / "others" / "summary.json").read_text())["metrics"]
-    (row,) = [row for row in rows_of(run) if row["step"] == 4 and f"{CORE}4" in row]
-    assert row[f"{CORE}4"] == metrics["avg@4"]["value"]
-    assert row["val-core/openai/gsm8k/acc/pass@4"] == metrics["pass@4"]["value"]
-    assert row["val-aux/openai/gsm8k/acc/pass@2"] == metrics["pass@2"]["value"]
-    assert row["val-core/openai/gsm8k/acc/maj@4"] == metrics["maj@4"]["value"]
+    scored = json.loads((tmp_path / "after" / "others" / "summary.json").read_text())["metrics"]
+    (row,) = [row for row in metrics(run) if row["step"] == 4 and f"{CORE}4" in row]
+    assert row[f"{CORE}4"] == scored["avg@4"]["value"]
+    assert row["val-core/openai/gsm8k/acc/pass@4"] == scored["pass@4"]["value"]
+    assert row["val-aux/openai/gsm8k/acc/pass@2"] == scored["pass@2"]["value"]
+    assert row["val-core/openai/gsm8k/acc/maj@4"] == scored["maj@4"]["value"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +232,7 @@ def test_the_training_is_the_same_without_it(made, flags, validated, tmp_path, e
         assert str(ours) == str(theirs)
     clocks = ("time", "timing/", "perf/", "step_time", "train_")
     ours, theirs = (
-        [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows_of(folder) if "reward" in row]
+        [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metrics(folder) if "reward" in row]
         for folder in (run, plain)
     )
     assert ours == theirs
@@ -258,7 +255,7 @@ def test_the_policy_above_the_quantised_base_is_scored_besides(made, flags, vali
     assert floats[0] == samples(validated, 0) != theirs
     assert floats[4] == evaluated(made, run / "checkpoint-4", tmp_path / "merged")
     assert above[4] not in (floats[4], above[0])
-    logged = {row["step"]: row for row in rows_of(run) if f"{CORE}1" in row}
+    logged = {row["step"]: row for row in metrics(run) if f"{CORE}1" in row}
     for step, rows in enumerate(above):
         expected = sum(row["score"] for row in rows.values()) / 7  # the last problem repeats the first
         assert logged[step]["val-core/openai/gsm8k/quantized/acc/mean@1"] == pytest.approx(expected)
@@ -284,7 +281,7 @@ def test_vllm_in_the_trainers_process_validates_the_quantised_policy_alone(made,
     datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
     run = tmp_path / "run"
     in_a_process(in_a_child, flags(VALIDATION, engine, datasets, training__output_dir=run))
-    validated = [row for row in rows_of(run) if any(name.startswith("val-core/") for name in row)]
+    validated = [row for row in metrics(run) if any(name.startswith("val-core/") for name in row)]
     assert len(validated) == 5
     assert all("/quantized/acc/" in name for row in validated for name in row if name.startswith("val-core/"))
     assert not (run / "validation" / "step-4" / "others").exists()
@@ -336,7 +333,7 @@ def test_vllm_samples_a_continued_adapter_with_noise_that_holds_a_kl_and_validat
     runs = [tmp_path / name for name in ("whole", "again")]
     in_a_process(in_a_child, flags(engine, VALIDATION, datasets, training__output_dir=runs[0]))
     assert list(validations(runs[0])) == [0, 1, 2, 3, 4]
-    logged = {row["step"]: row for row in rows_of(runs[0]) if "reward" in row}
+    logged = {row["step"]: row for row in metrics(runs[0]) if "reward" in row}
     assert all(logged[step]["aqn/kl"] > 0 for step in (2, 4))
     assert logged[2]["aqn/sigma"] != 0.01  # set by what the first rollout measured
     shutil.copytree(runs[0], runs[1])
@@ -399,7 +396,7 @@ def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validat
     """As if the run had been killed in the validation of step 2, whose checkpoint stood, and had been best before."""
     run = tmp_path / "run"
     shutil.copytree(validated, run)
-    rows = [row for row in rows_of(run) if row["step"] < 2 or (row["step"] == 2 and "reward" in row)]
+    rows = [row for row in metrics(run) if row["step"] < 2 or (row["step"] == 2 and "reward" in row)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = validations(run)
     assert list(before) == [0, 1]

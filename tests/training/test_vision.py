@@ -14,7 +14,6 @@ import PIL.Image
 import pytest
 import torch
 from datasets import Image, List
-from safetensors.torch import load_file
 from trl import GRPOTrainer
 
 from perl.base.errors import UserError
@@ -30,6 +29,7 @@ from perl.runs.vision import VISION_TOWER, check_mixed_rows
 from perl.scoring.results import read_samples
 from perl.training.grpo import train
 from perl.training.trainer import PerlGRPOTrainer
+from tests.folders import adapter_of, metrics
 from tests.tiny import geometry_file, geometry_rows, noise_png, save_tiny, save_tiny_vision
 from tests.trainers import make_trainer, reward_tokens
 from tests.training.injected import LONGEST, inject
@@ -87,14 +87,6 @@ def trained(made) -> Path:
     return train(flags(made, training__output_dir=made / "run", **NOISY, **validated))
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def adapter_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -141,7 +133,7 @@ def test_it_learns_what_trl_learns(made, tmp_path, settings):
 
 
 def test_a_run_samples_what_it_trains(trained):
-    steps = [row for row in rows_of(trained) if "loss" in row]
+    steps = [row for row in metrics(trained) if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert steps[0]["rollout/logp_mismatch"] < 1  # noise is part of it
     assert steps[0]["aqn/num_modules"] == 2  # post_attention_layernorm of the two layers of the language model
@@ -151,7 +143,7 @@ def test_a_run_samples_what_it_trains(trained):
 def test_without_noise_the_sampler_is_the_trainer_in_float32(made, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         run = train(flags(made, training__output_dir=tmp_path / "run", training__num_iterations=1))
-    steps = [row for row in rows_of(run) if "loss" in row]
+    steps = [row for row in metrics(run) if "loss" in row]
     assert max(row["rollout/logp_mismatch"] for row in steps) < 1e-5
     said = " ".join(record.message for record in caplog.records)
     assert "rollouts: sampler and trainer agree" in said
@@ -212,7 +204,7 @@ def test_workers_draw_the_same_of_images(made, tmp_path):
                     rollout__piece_size=4, **NOISY))
         for workers in (0, 1)
     )  # fmt: skip
-    assert all(row["rollout/engine_mismatch"] < 1e-5 for row in rows_of(drawn) if "rollout/engine_mismatch" in row)
+    assert all(row["rollout/engine_mismatch"] < 1e-5 for row in metrics(drawn) if "rollout/engine_mismatch" in row)
     first, second = adapter_of(alone), adapter_of(drawn)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -231,7 +223,7 @@ def test_two_ranks(made, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    steps = [row for row in metrics(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert max(row["rollout/logp_mismatch"] for row in steps) < 1e-5
     assert any(tensor.abs().max() > 0 for name, tensor in adapter_of(tmp_path / "run").items() if "lora_B" in name)
