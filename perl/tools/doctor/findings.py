@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from perl.tools.doctor.machine import Machine
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-CAREFUL = re.compile(r"…|\b(reboot|reset|kill|docker|uninstall|--upgrade|--full)\b")
+CAREFUL = re.compile(r"…|\b(reboot|reset|kill|docker|uninstall|newgrp|--upgrade|--full)\b")
 """Commands that a pasted script must not run by itself."""
 
 

@@ -44,7 +44,7 @@ def npu_smi(machine: Machine) -> Finding | None:
     if code == "-8005":
         if not machine.root:
             why = "this user may not open the device files"
-            return failure(f"ret is {code}", why, "usermod -aG HwHiAiUser $USER && newgrp HwHiAiUser")
+            return failure(f"ret is {code}", why, "sudo usermod -aG HwHiAiUser $USER && newgrp HwHiAiUser")
         why = "the driver is not loaded, differs from the firmware, waits for a reboot, or the device is another's"
         return failure(
             f"ret is {code}", why, "lsmod | grep drv_; cat /var/log/ascend_seclog/ascend_install.log; reboot"
@@ -102,7 +102,7 @@ def device_files(machine: Machine) -> Finding | None:
         device = machine.devices[closed[0]]
         found = f"{', '.join(closed)} not readable and writable ({device.mode} {device.owner})"
         group = device.owner.split(":")[-1]
-        return failure(found, "this user cannot open the devices", f"usermod -aG {group} $USER && newgrp {group}")
+        return failure(found, "this user cannot open the devices", f"sudo usermod -aG {group} $USER && newgrp {group}")
     listed = len(machine.table.chips)
     if listed and listed != len(devices):
         found = f"{len(devices)} device files, but npu-smi info lists {listed} chips"

@@ -87,7 +87,8 @@ def interface(machine: Machine) -> Finding | None:
     for variable in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if variable not in env:
             continue
-        chosen = matching_interfaces(env[variable], list(names))
+        exact = variable.startswith(("GLOO", "TP"))  # of gloo's and vLLM's a list of names, no rule
+        chosen = matching_interfaces(f"{'=' * exact}{env[variable]}", list(names))
         if not chosen:
             found = f"{variable}={env[variable]}, but there are {', '.join(names)}"
             return failure(found, "ranks cannot find each other", f"export {variable}={best}")
