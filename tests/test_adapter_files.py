@@ -7,11 +7,9 @@ import logging
 
 import pytest
 
-from perl.adapters.other_methods import EVERY_NORM
 from perl.base.errors import UserError
 from perl.models.adapter_files import require_contained
 from perl.models.folders import copy_side_files, require_adapter
-from perl.runs.vision import VISION_TOWER
 
 PLAIN = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": "base", "target_modules": ["q_proj", "v_proj"]}
 
@@ -60,8 +58,9 @@ UNSLOTH = (
     "pattern",
     [
         "q_proj",
-        VISION_TOWER,
-        EVERY_NORM,
+        r"(.*\.)?visual\..*",
+        "[(a+)+]q",
+        r"\(a+\)+",
         r".*\.(q|v)_proj$",
         r"^(?!.*visual).*(?:q_proj|up_proj).*",
         UNSLOTH,
@@ -72,11 +71,10 @@ def test_expressions_that_end_are_taken(pattern):
 
 
 ENDLESS = ["(a+)+$", "(.*)*x", "(a|aa)+$", "((a?){30}){30}", "(?=(a+))*", ".*.*.*.*.*.*x"]
-CHOICES = ["(?:m|.)" * 20, r"(?:m|.|\()" * 20, "(?:mo|mo)" * 20, "((x)|.)" * 20]
 OBSCURED = ["(?#[)(a+)+(?#])", "(?x)(a+) +", "[]](a+)+", r"\((a+){2,}", "a?" * 11]
 
 
-@pytest.mark.parametrize("pattern", ENDLESS + CHOICES + OBSCURED)
+@pytest.mark.parametrize("pattern", ENDLESS + OBSCURED)
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
 def test_expressions_that_may_never_end_are_refused(pattern, field):
     value = {pattern: 8} if field == "rank_pattern" else pattern

@@ -6,7 +6,6 @@ tokenizer or other files, and several are regular expressions.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,10 +31,10 @@ MOST_REPEATS = 5
 """Repeats in an expression: of a name of 60 characters, five try five million ways at most."""
 MOST_OPTIONS = 10
 """Parts that may be there or not: two ways each."""
-MOST_CHOICES = 1_000_000
-"""Of one alternative in each group; Unsloth's expressions have 130,000."""
-GROUP = re.compile(r"\)[*+{]|\(\?(?:#|[aiLmsu]*x)")
-"""What repeats; or a comment, or the flag that makes them, and takes blanks before a repeat, of other texts."""
+TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|(?:[*+?]|\{(?:\d+,?|\d*,)\d*\})[?+]?|.", re.DOTALL)
+"""An escape, a set of characters, the head of a group with an extension, a repeat, or one character."""
+COMMENTS = re.compile(r"\(\?(?:#|[aiLmsu]*x)")
+"""A comment, or the flag that makes them of other texts: TOKEN would read them."""
 OWNERS = ("adapter_config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 """Files by which a folder is a model's or an adapter's."""
 
@@ -99,8 +98,24 @@ def _texts(value: Any) -> list[str]:
 
 
 def may_take_for_ever(pattern: str) -> bool:
-    """Whether a match of this valid expression may try more ways than can be waited for, as a group that repeats does.
-    Some that would end are among them: characters count that are escaped or in a set."""
-    repeats, options = len(re.findall(r"[*+{]", pattern)), len(re.findall(r"(?<![(*+}])\?", pattern))
-    choices = math.prod(part.count("|") + 1 for part in re.split(r"[()]", pattern))
-    return bool(GROUP.search(pattern)) or repeats > MOST_REPEATS or options > MOST_OPTIONS or choices > MOST_CHOICES
+    """Whether a match of this valid expression may try more ways than can be waited for: a group that repeats holds a
+    repeat or a choice, or there are too many repeats. Some that would end are among them."""
+    if COMMENTS.search(pattern):
+        return True
+    varies = [False]  # of each open group: whether it holds a repeat or a choice
+    repeats = options = 0
+    closed = False  # whether the token before ended a group that varies
+    for token in TOKEN.findall(pattern):
+        if token in ("(", "(?"):
+            varies.append(False)
+        elif token == "|":
+            varies[-1] = True
+        elif token[0] in "*+?" or (token[0] == "{" and len(token) > 1):
+            optional = token[0] == "?"
+            if closed and not optional:
+                return True
+            repeats, options = repeats + (not optional), options + optional
+            varies[-1] = True
+        closed = token == ")" and varies.pop()
+        varies[-1] = varies[-1] or closed
+    return repeats > MOST_REPEATS or options > MOST_OPTIONS
