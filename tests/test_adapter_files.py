@@ -62,6 +62,8 @@ UNSLOTH = (
         "[(a+)+]q",
         r"\(a+\)+",
         r".*\.(q|v)_proj$",
+        "|".join(rf"(model\.layers\.{layer}\.self_attn\.q_proj)" for layer in range(24)),
+        r"model(\.layers)+\.0\.q_proj",
         r"^(?!.*visual).*(?:q_proj|up_proj).*",
         UNSLOTH,
     ],
@@ -71,7 +73,7 @@ def test_expressions_that_end_are_taken(pattern):
 
 
 ENDLESS = ["(a+)+$", "(.*)*x", "(a|aa)+$", "((a?){30}){30}", "(?=(a+))*", ".*.*.*.*.*.*x"]
-OBSCURED = ["(?#[)(a+)+(?#])", "(?x)(a+) +", "[]](a+)+", r"\((a+){2,}", "a?" * 11]
+OBSCURED = ["(?#[)(a+)+(?#])", "(?x)(a+) +", "[]](a+)+", r"\((a+){2,}", "a?" * 11, "(?:m|.)" * 24 + "!"]
 
 
 @pytest.mark.parametrize("pattern", ENDLESS + OBSCURED)

@@ -185,3 +185,27 @@ def test_cann_that_was_not_sourced_is_one_line(tmp_path, library, command):
         f"error: {library} is not found, which torch_npu needs: source /usr/local/Ascend/cann/set_env"
     )
     assert done.returncode == 2
+
+
+def test_another_missing_library_keeps_its_traceback(tmp_path):
+    """Where torch_npu is installed it is not what needs every library."""
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("")
+    code = (
+        "from perl.base.errors import report_errors\n"
+        "with report_errors():\n"
+        "    try:\n"
+        "        raise ImportError('libGL.so.1: cannot open shared object file')\n"
+        "    except ImportError:\n"
+        "        {}['a defect of ours']\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.splitlines()[-1] == "KeyError: 'a defect of ours'"
+    assert done.returncode == 1

@@ -27,6 +27,7 @@ def rope(kind, **fields):
         ("llama", rope("longrope", original_max_position_embeddings=48, **LONG), 48),
         ("gpt2", {"n_positions": 60, "n_embd": 8, "n_layer": 1, "n_head": 1}, 60),
         ("opt", SMALL | {"max_position_embeddings": 70, "word_embed_proj_dim": 8, "num_attention_heads": 1}, 70),
+        ("gptj", {"n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, "rotary_dim": 4}, 64),
         ("bloom", {"hidden_size": 8, "n_layer": 1, "n_head": 1}, None),
     ],
 )

@@ -18,6 +18,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -248,12 +249,13 @@ def _missing_of_cann(error: BaseException | None) -> str | None:
     None for any other error."""
     while error is not None:
         found = re.search(r"lib[\w.+-]+?\.so\S*(?=: cannot open shared object file)", str(error))
-        if found and isinstance(error, ImportError) and importlib.util.find_spec("torch_npu") is not None:
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if found and isinstance(error, ImportError) and any("torch_npu" in file for file in files):
             return (
                 f"{found[0]} is not found, which torch_npu needs: source /usr/local/Ascend/cann/set_env.sh (libatb.so:"
                 " /usr/local/Ascend/nnal/atb/set_env.sh); bash scripts/check_npu_env.sh says what is missing"
             )
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return None
 
 

@@ -55,6 +55,12 @@ START_VARIABLES: dict[Kind, dict[str, str]] = {
     },
 }
 """What a training is started with, unless the user has set it."""
+VLLM_TRAINS_WITH: dict[Kind, dict[str, Any]] = {
+    "npu": {"additional_config": {"weight_nz_mode": 0}},  # vllm-ascend's wake_up refuses weights that may be in NZ
+    "cuda": {},
+    "cpu": {},
+}
+"""Arguments of vLLM's engine in a training, whatever the environment says."""
 WARM_UP = 3
 """Products that are not timed: the first ones make threads and kernels."""
 CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
@@ -225,7 +231,7 @@ def require_all_visible() -> None:
     if named and (count := named.count(",") + 1) != devices.count:
         raise UserError(
             f"{variable}={named}: names {count} devices, of which {devices.count} are visible; write ids of devices"
-            " that exist, ascending, with commas and no spaces"
+            " that exist, with commas and no spaces (NPUs: ascending; of MIG one instance)"
         )
 
 

@@ -32,13 +32,13 @@ from perl.models.images import has_images
 from perl.noise.injector import NoiseInjector
 from perl.records import Completion, Sampling, Trajectory, Weights
 
-SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
+SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
 """Fields of a GenerationConfig that the decode loop heeds, or that change no token; with any other of the user's the
 model's own `generate` draws."""
 REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
 REFUSED |= {"penalty_alpha", "dola_layers", "force_words_ids", "token_healing", "is_assistant", "guidance_scale"}
-REFUSED |= {"return_dict_in_generate"}
+REFUSED |= {"return_dict_in_generate", "max_new_tokens", "max_length"}
 REFUSED |= {"disable_compile"}  # TRL's own
 
 
@@ -238,7 +238,8 @@ def require_possible(generation_kwargs: dict[str, Any]) -> None:
     if refused := sorted(REFUSED & generation_kwargs.keys()):
         raise UserError(
             f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
-            " prompt, as long as max_completion_length, drawn from the model's own distribution); leave it out"
+            " prompt, of at most training.max_completion_length tokens, drawn from the model's own distribution);"
+            " leave it out"
         )
 
 

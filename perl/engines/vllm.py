@@ -109,8 +109,8 @@ def import_vllm() -> Any:
 def start_vllm(options: Mapping[str, Any], training: bool = False) -> Any:
     """A vllm.LLM. A UserError where memory is short, with the flags of the evaluator or of a training."""
     vllm = import_vllm()
-    if training and device.detect().kind == "npu":  # vllm-ascend wakes with weights as trained alone, not in NZ
-        options = {**options, "additional_config": {"weight_nz_mode": 0}}
+    if training:
+        options = {**options, **device.VLLM_TRAINS_WITH[device.detect().kind]}
     try:
         return vllm.LLM(**options)
     except (RuntimeError, ValueError, AssertionError) as error:

@@ -31,6 +31,8 @@ MOST_REPEATS = 5
 """Repeats in an expression: of a name of 60 characters, five try five million ways at most."""
 MOST_OPTIONS = 10
 """Parts that may be there or not: two ways each."""
+MOST_CHOICES = 1_000_000
+"""Of one alternative in each group; Unsloth's expressions have 130,000."""
 TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|(?:[*+?]|\{(?:\d+,?|\d*,)\d*\})[?+]?|.", re.DOTALL)
 """An escape, a set of characters, the head of a group with an extension, a repeat, or one character."""
 COMMENTS = re.compile(r"\(\?(?:#|[aiLmsu]*x)")
@@ -99,17 +101,22 @@ def _texts(value: Any) -> list[str]:
 
 def may_take_for_ever(pattern: str) -> bool:
     """Whether a match of this valid expression may try more ways than can be waited for: a group that repeats holds a
-    repeat or a choice, or there are too many repeats. Some that would end are among them."""
+    repeat or a choice, or there are too many repeats or choices. Some that would end are among them."""
     if COMMENTS.search(pattern):
         return True
     varies = [False]  # of each open group: whether it holds a repeat or a choice
+    alternatives, choices = [1], 1
     repeats = options = 0
     closed = False  # whether the token before ended a group that varies
     for token in TOKEN.findall(pattern):
         if token in ("(", "(?"):
             varies.append(False)
+            alternatives.append(1)
+        elif token == ")":
+            choices *= alternatives.pop()
         elif token == "|":
             varies[-1] = True
+            alternatives[-1] += 1
         elif token[0] in "*+?" or (token[0] == "{" and len(token) > 1):
             optional = token[0] == "?"
             if closed and not optional:
@@ -118,4 +125,4 @@ def may_take_for_ever(pattern: str) -> bool:
             varies[-1] = True
         closed = token == ")" and varies.pop()
         varies[-1] = varies[-1] or closed
-    return repeats > MOST_REPEATS or options > MOST_OPTIONS
+    return repeats > MOST_REPEATS or options > MOST_OPTIONS or choices > MOST_CHOICES

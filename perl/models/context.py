@@ -54,6 +54,7 @@ def _has_table(config: Any, context: int) -> bool:
     except Exception as error:  # own code of a model may do anything; what is wrong loading it says
         log.debug("no model of %s without weights", type(config).__name__, exc_info=error)
         return False
-    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    of_positions = (table for table in tables if table is not model.get_input_embeddings())
-    return any(0 <= table.num_embeddings - context <= OFFSET for table in of_positions)
+    words = model.get_input_embeddings()
+    tables = [each.weight for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not words]
+    tables += [buffer for buffer in model.buffers() if buffer.ndim == 2]  # of sines, as GPT-J's
+    return any(0 <= len(table) - context <= OFFSET for table in tables)

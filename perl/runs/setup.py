@@ -234,9 +234,10 @@ def _warn_of_repeats(problems: Sequence[str], named: str) -> None:
 def _check_context(prompt: int, completion: int, limits: ModelLimits) -> None:
     if limits.most is not None and prompt + completion > limits.most[0]:
         most, why = limits.most
+        fits = f"write at most {most - prompt}" if prompt < most else "lower --config.dataset.max_prompt_length too"
         raise UserError(
             f"--config.training.max_completion_length {completion}: with the longest prompt ({prompt} tokens) more than"
-            f" {most} tokens, and {why}; write at most {max(0, most - prompt)}"
+            f" {most} tokens, and {why}; {fits}"
         )
     if limits.context is not None and prompt + completion > limits.context:
         log.warning(

@@ -331,7 +331,7 @@ def rollout_sampling(args: TrainingConfig, further: dict[str, Any]) -> Sampling:
     """How completions are drawn in the run, as the user's generation_kwargs (`further`) leave it."""
     names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
     values = {name: further.get(name, getattr(args, name)) for name in names}
-    length = further.get("max_new_tokens") or args.max_completion_length
+    length = args.max_completion_length
     config = GenerationConfig(do_sample=further.get("do_sample", True), max_new_tokens=length, **values)
     return replace(sampling_of(config), seed=args.seed)
 

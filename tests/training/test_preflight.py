@@ -23,6 +23,7 @@ def config(*flags):
         ("generation_kwargs", '{"num_beams": 4}', "generation_kwargs: num_beams has no place in a rollout"),
         ("generation_kwargs", '{"guidance_scale": 1.5}', "generation_kwargs: guidance_scale has no place in a rollout"),
         ("generation_kwargs", '{"token_healing": true}', "generation_kwargs: token_healing has no place in a rollout"),
+        ("generation_kwargs", '{"max_new_tokens": 9}', "generation_kwargs: max_new_tokens has no place in a rollout"),
         ("generation_kwargs", '{"top_kk": 4}', "generation_kwargs: unknown name 'top_kk'; write .*, such as top_k, "),
         ("generation_kwargs", '{"top_p": 0}', "top_p: 0.0 is not possible"),
         ("generation_kwargs", '{"disable_compile": true}', "generation_kwargs: disable_compile has no place"),
