@@ -10,7 +10,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.base.errors import EXIT_NOT_ALL_GENERATED, report_errors, stopped_by_sigterm  # noqa: E402
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError, report_errors, stopped_by_sigterm  # noqa: E402
 
 with report_errors():  # without the environment, one line
     from perl.base.redact import hide, hide_secrets_in_logs
@@ -44,7 +44,10 @@ def main(argv: list[str]) -> int:
         print(f"error: {hide(str(error))}", file=sys.stderr)
         code = 1
     if any((run.parent / "summary.json").is_file() for run in Path(config.result_dir).glob("**/run.json")):
-        print(f"report: {write_report(Path(config.result_dir))}")
+        try:
+            print(f"report: {write_report(Path(config.result_dir))}")
+        except UserError as error:  # what is scored stays so
+            logging.getLogger("perl").warning("no report, which python -m perl report makes too: %s", error)
     if any(summary["not_generated"] for summary in summaries.values()):
         return EXIT_NOT_ALL_GENERATED
     return code

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perl.base.errors import UserError
-from perl.config.evaluation import parse
+from perl.config.evaluation import find_files, parse
 from perl.eval import main
 from tests.results import record
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -116,6 +116,8 @@ def without_template(folder: Path) -> Path:
         ({"--compare": "nowhere"}, "--compare nowhere: no such folder"),
         ({"--compare": "RESULTS/out"}, "is the folder of --result_dir itself"),
         ({"--compare": "RESULTS/differences"}, "no problem is in both"),
+        ({"--result_dir": "RESULTS/sweep"}, "/sweep: holds a sweep, and this is a single evaluation; name another"),
+        ({"--result_dir": "RESULTS/single", "--adapter": "RESULTS/run"}, "holds a single evaluation, and this is"),
         ({"template": "without"}, "no chat template"),
     ],
 )
@@ -124,6 +126,14 @@ def test_mistakes_are_found_before_a_model_is_loaded(model, sums, tmp_path, monk
         model = without_template(tmp_path / "bare")
     (tmp_path / "differences" / "sums").mkdir(parents=True)
     (tmp_path / "differences" / "sums" / "samples.jsonl").write_text(json.dumps(record("0-0")) + "\n")
+    (tmp_path / "single" / "sums").mkdir(parents=True)
+    (tmp_path / "single" / "sums" / "run.json").write_text("{}")
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    for step in (1, 2):
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"checkpoint-{step}" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        (tmp_path / "run" / f"checkpoint-{step}" / "adapter_model.safetensors").write_bytes(bytes([step]))
     change = {flag: value.replace("RESULTS", str(tmp_path)) for flag, value in change.items()}
     flags = {"--model": str(model), "--dataset": str(sums), "--result_dir": str(tmp_path / "out"), **change}
     monkeypatch.setattr("perl.evaluation.generate.WorkerPool", None)
@@ -131,6 +141,22 @@ def test_mistakes_are_found_before_a_model_is_loaded(model, sums, tmp_path, monk
     with pytest.raises(UserError) as error:
         main([word for pair in flags.items() for word in pair])
     assert message in str(error.value)
+
+
+def test_a_page_that_can_not_be_made_is_a_line_and_the_scores_count(model, sums, tmp_path, caplog):
+    flags = ["--model", str(model), "--dataset", str(sums), "--max_new_tokens", "4", "--result_dir"]
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    assert main([*flags, str(tmp_path / "out")]) == 0
+    assert "no report, which python -m perl report makes too: " in caplog.text
+    assert (tmp_path / "out" / "sums" / "summary.json").is_file()
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = parse(["--model", "m", "--dataset", "gsm8k", "--result_dir", "~/out", "--compare", "~/before"])
+    config, _ = find_files(given)
+    assert (config.result_dir, config.compare) == (f"{tmp_path}/out", f"{tmp_path}/before")
+    assert find_files(parse(["--model", "m", "--dataset", "gsm8k"]))[0].compare is None
 
 
 def test_the_report_shows_what_the_run_was_compared_with(model, sums, tmp_path, capsys):

@@ -168,6 +168,15 @@ def test_a_dicts_other_numbers_are_logged(reward):
     assert logged == {"rewards/compute_score/acc": 0.5}
 
 
+def test_a_dicts_other_numbers_may_be_numpys_and_are_left_out_where_no_float_holds_them(reward):
+    logged = {}
+    code = "{'score': 1, 'f': np.float32(0.5), 'i': np.int64(3), 'b': np.bool_(True), 't': np.str_('3'), 'c': 1j}"
+    code += " | {'huge': 10**400, 'nan': np.float64('nan')}"
+    score = reward(f"import numpy as np\n{ONE}    return {code}\n")
+    assert score(**given("a", "b"), log_metric=logged.__setitem__) == [1.0] * 2
+    assert logged == {f"rewards/compute_score/{name}": mean for name, mean in (("f", 0.5), ("i", 3.0), ("b", 1.0))}
+
+
 def test_a_class_is_no_reward_and_an_instance_is(tmp_path):
     file = tmp_path / "mine.py"
     called = "    def __call__(self, completions, **others):\n        return [0.0] * len(completions)\n"
@@ -253,6 +262,14 @@ def test_kwargs_without_a_function_of_ones_own():
         (f"{BATCH}    return [0, None]\n", r"on data.parquet:1 .*completion 'b'. it gave None"),
         ("def f(completions, **_):\n    return None\n", "it gave None, not a list of 2 numbers"),
         ("def f(completions, **_):\n    return [1.0]\n", "it gave 1 rewards for 2 completions"),
+        (
+            "def f(completions, **_):\n    return (1 / (i - 1) for i, _ in enumerate(completions))\n",
+            r"mine\.py:2: f raised ZeroDivisionError on one of 2 completions: .*division by zero",
+        ),
+        (
+            f"{BATCH}    return map(int, solution_strs)\n",
+            r"compute_score raised ValueError on one of 2 completions: invalid literal for int",
+        ),
         ("def f(completions, **_):\n    return [1.0, 'good']\n", r"on data.parquet:1 .* it gave 'good', which is no"),
     ],
 )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from perl.base.errors import UserError
+from perl.base.paths import user_path
 from perl.config.files import look_for
 from perl.config.parser import Parser, descriptions
 from perl.config.schema import EnvironmentConfig
@@ -182,7 +183,8 @@ def environment_flags(group: Mapping[str, Any]) -> list[str]:
 
 
 def find_files(config: EvalConfig) -> tuple[EvalConfig, list[str]]:
-    """With each path that is not in the working directory, but in the repository, taken from there; a line for it."""
+    """With each path that is not in the working directory, but in the repository, taken from there; a line for it. In
+    folders of results ~ is the home folder."""
     lines: list[str] = []
 
     def taken(name: str, flag: str) -> str:
@@ -195,6 +197,8 @@ def find_files(config: EvalConfig) -> tuple[EvalConfig, list[str]]:
         model=taken(config.model, "--model"),
         dataset=",".join(taken(name, "--dataset") for name in config.datasets),
         few_shot=config.few_shot and taken(config.few_shot, "--few_shot"),
+        result_dir=str(user_path(config.result_dir)),
+        compare=config.compare and str(user_path(config.compare)),
     )
     return found, lines
 

@@ -169,6 +169,8 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()
+    if values.training.output_dir:
+        values.training.output_dir = str(user_path(values.training.output_dir))
     if str(values.training.resume_from_checkpoint).lower() == "auto" and values.training.output_dir is None:
         raise UserError(
             "--config.training.resume_from_checkpoint auto: a run without --config.training.output_dir has a new folder"

@@ -44,7 +44,7 @@ from perl.scoring.results import (
 )
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
-from perl.scoring.summary import problem_scores, shown
+from perl.scoring.summary import logged, problem_scores, shown
 
 CONDITIONS = (
     "tasks", "styles", "chat_template_hash", "chat_template_kwargs", "sampling", "dtype", "quantization",
@@ -180,7 +180,9 @@ def _compare(other: Results, this: Results) -> dict[str, Any]:
     )
     clusters = [cluster_of(key) for key in keys]
     metrics = {}
-    for name in shown(now):
+    for name in logged(now):
+        if name not in {*shown(before), *shown(now)} & before.keys():
+            continue
         pairs = list(zip(before[name], now[name], strict=True))
         difference = paired_difference([b - a for a, b in pairs], clusters)
         means = {"other": sum(before[name]) / len(keys), "this": sum(now[name]) / len(keys)}

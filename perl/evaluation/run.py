@@ -26,7 +26,7 @@ from perl.evaluation.store import locked
 from perl.evaluation.tables import print_sweep, print_table
 from perl.evaluation.tracking import check_tracker, log_results
 from perl.evaluation.weights import remove_merged
-from perl.scoring.results import COMPARE, SWEEP, Summary, SweepEntry
+from perl.scoring.results import COMPARE, RUN, SWEEP, Summary, SweepEntry
 from perl.workers.pool import WorkerError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def evaluate(config: EvalConfig) -> Summaries:
     """
     check_tracker(config)
     setup = Setup.of(config)
+    require_alike(Path(config.result_dir), setup.is_sweep)
     graded = not (setup.conversations and setup.conversations.source.rewards)
     problem_sets = load_problem_sets(config, setup.template, graded)
     folders = [candidate.adapter or setup.model for candidate in setup.candidates]
@@ -83,6 +84,15 @@ def evaluate(config: EvalConfig) -> Summaries:
         for name, datasets in summaries.items()
         for dataset, summary in datasets.items()
     }
+
+
+def require_alike(folder: Path, sweep: bool) -> None:
+    """Raise a UserError where the result folder holds a single evaluation, and a sweep is to go there, or the other way
+    round: what reads it would find one of them alone."""
+    if sweep and any(folder.glob(f"*/{RUN}")):
+        raise UserError(f"--result_dir {folder}: holds a single evaluation, and this is a sweep; name another folder")
+    if not sweep and (folder / SWEEP).is_file():
+        raise UserError(f"--result_dir {folder}: holds a sweep, and this is a single evaluation; name another folder")
 
 
 @contextlib.contextmanager

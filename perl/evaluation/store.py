@@ -57,7 +57,10 @@ class Store:
         self.folder = folder
         self.path = folder / SAMPLES
         self.records: dict[RowId, SampleRecord] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--result_dir: {folder}: {error.strerror}; remove it, or name another folder") from error
         self.grading_hash: str | None = _require_same(folder / RUN, json.loads(json.dumps(identity)))
         """Hash of the rules that graded the first rows."""
         if self.path.exists():

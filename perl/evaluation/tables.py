@@ -1,4 +1,4 @@
-"""The tables on the screen: the metrics of an evaluation, and those of a sweep's candidates side by side."""
+"""The tables on the screen: the metrics of an evaluation, and those of a sweep's candidates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def print_table(summaries: Mapping[str, Summary], console: Console) -> None:
         table.add_column(column, justify="right")
     for name, summary in summaries.items():
         for place, metric in enumerate(shown(summary["metrics"])):
-            e = summary["metrics"][metric]
-            interval = f"{100 * e['low']:.2f} – {100 * e['high']:.2f}"
-            table.add_row("" if place else name, metric, f"{100 * e['value']:.2f}", interval)
+            table.add_row("" if place else name, metric, *_cells(summary["metrics"][metric]))
         table.add_section()
     console.print(table)
     for name, summary in summaries.items():
@@ -29,10 +27,10 @@ def print_table(summaries: Mapping[str, Summary], console: Console) -> None:
 
 def _sentence(summary: Summary) -> str:
     rules = ", ".join(f"{rule} {100 * mean['mean']:.2f}" for rule, mean in summary["rules"].items())
+    unextracted = "" if summary["unextracted"] is None else f", no answer found {summary['unextracted']:.1%}"
     text = (
-        f"{summary['problems']} problems × {summary['n']}; truncated {summary['truncated']:.1%}, no answer found"
-        f" {summary['unextracted']:.1%}, timeouts {summary['timeouts']}; mean length {summary['mean_tokens']:.0f}"
-        f" tokens; by rule: {rules}"
+        f"{summary['problems']} problems × {summary['n']}; truncated {summary['truncated']:.1%}{unextracted}, timeouts"
+        f" {summary['timeouts']}; mean length {summary['mean_tokens']:.0f} tokens; by rule: {rules}"
     )
     if summary["generation"]:
         text += f"; {summary['generation']['tokens_per_s']:,.0f} tokens/s"
@@ -40,22 +38,21 @@ def _sentence(summary: Summary) -> str:
 
 
 def print_sweep(entries: Sequence[SweepEntry], console: Console) -> None:
-    """A row a candidate, a column a metric, in percent with the 95 % interval."""
-    columns = list(
-        dict.fromkeys(
-            (dataset, metric)
-            for entry in entries
-            for dataset, metrics in (entry["metrics"] or {}).items()
-            for metric in shown(metrics)
-        )
-    )
-    several = len({dataset for dataset, _ in columns}) > 1
-    table = Table("adapter")
-    for dataset, metric in columns:
-        table.add_column(f"{dataset}\n{metric}" if several else metric, justify="right")
+    """A row for each metric of each candidate and dataset, in percent. 80 columns are enough."""
+    table = Table()
+    for column in ("adapter", "dataset"):
+        table.add_column(column, overflow="fold")
+    table.add_column("metric", no_wrap=True)
+    for column in ("value", "95 % interval"):
+        table.add_column(column, justify="right", no_wrap=True)
     for entry in entries:
-        estimates = [(entry["metrics"] or {}).get(dataset, {}).get(metric) for dataset, metric in columns]
-        table.add_row(entry["name"], *map(_cell, estimates))
+        adapter = entry["name"]
+        for name, metrics in (entry["metrics"] or {}).items():
+            dataset = name
+            for metric in shown(metrics):
+                table.add_row(adapter, dataset, metric, *_cells(metrics[metric]))
+                adapter = dataset = ""
+        table.add_section()
     console.print(table)
     for entry in entries:
         if entry["metrics"] is None:
@@ -63,7 +60,5 @@ def print_sweep(entries: Sequence[SweepEntry], console: Console) -> None:
             console.print(f"{entry['name']}: not scored: {why}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _cell(estimate: MetricRecord | None) -> str:
-    if estimate is None:
-        return "–"
-    return f"{100 * estimate['value']:.2f} ({100 * estimate['low']:.1f} – {100 * estimate['high']:.1f})"
+def _cells(estimate: MetricRecord) -> tuple[str, str]:
+    return f"{100 * estimate['value']:.2f}", f"{100 * estimate['low']:.2f} – {100 * estimate['high']:.2f}"

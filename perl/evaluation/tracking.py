@@ -16,7 +16,7 @@ from perl.base.redact import drop_secrets
 from perl.base.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.candidates import Candidate
-from perl.scoring.summary import shown
+from perl.scoring.summary import logged
 
 logger = logging.getLogger(__name__)
 
@@ -138,5 +138,5 @@ def table_rows(candidate: Candidate, summaries: Mapping[str, Mapping[str, Any]])
 
 def logged_metrics(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
     """accuracy (which is avg@n, under a name that is the same for every n), pass@k and maj@k."""
-    names = ["accuracy", *(name for name in shown(summary["metrics"]) if not name.startswith("avg@"))]
+    names = ["accuracy", *(name for name in logged(summary["metrics"]) if not name.startswith("avg@"))]
     return [(name, summary["metrics"][name]) for name in names]

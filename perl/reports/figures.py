@@ -275,14 +275,14 @@ def of_samples(scored: ScoredSet) -> Figure | None:
         places = [(re.match(rf"{kind}@(\d{{1,9}})$", name), score) for name, score in scored.summary["metrics"].items()]
         return with_band(f"{kind}@k", {int(place[1]): score for place, score in places if place})
 
-    lines = [line("pass"), line("maj")]
-    if not all(line.points for line in lines):
+    lines = [drawn for kind in ("pass", "maj") if (drawn := line(kind)).points]
+    if not lines:
         return None
-    chart = charts.trend(
-        lines, f"pass@k and maj@k on {scored.dataset}", unit="%", x_name="k", smooth=False, pointer=False
-    )
-    note = "Probability that k samples hold a correct answer, and score of their majority; bands are 95 % intervals."
-    return Figure("More samples", note, chart, [("s0", "pass@k"), ("s1", "maj@k")])
+    names = " and ".join(drawn.name for drawn in lines)
+    chart = charts.trend(lines, f"{names} on {scored.dataset}", unit="%", x_name="k", smooth=False, pointer=False)
+    majority = ", and score of their majority" if len(lines) > 1 else ""
+    note = f"Probability that k samples hold a correct answer{majority}; bands are 95 % intervals."
+    return Figure("More samples", note, chart, [(f"s{i}", drawn.name) for i, drawn in enumerate(lines)])
 
 
 def of_comparisons(runs: Sequence[Run]) -> list[Figure]:

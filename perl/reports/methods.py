@@ -73,7 +73,7 @@ class Run:
     @property
     def state(self) -> State:
         file = self.folder / STATE
-        return State(**read_json(file)) if file.is_file() else State()
+        return read_json(file, hint="delete it, and the run is done again", kind=State) if file.is_file() else State()
 
     def note(self, **state: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import inspect
 import json
 import logging
 import math
+import numbers
 import sys
 import traceback
 from collections import defaultdict
@@ -26,6 +27,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from perl import device
 from perl.base.errors import RankError, UserError
@@ -160,8 +163,8 @@ def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs:
         where, facts = _row_names(completions, {ROW: row, **columns}), _verls(completions, row, **columns)
         given = {plural: [one.get(single) for one in facts] for single, plural in zip(SINGLE, BATCH, strict=True)}
         with _explained(name, function, lambda: _any_of(completions, where)):
-            results = function(**({key: given[key] for key in taken} | dict(kwargs)))
-        return _scores(name, _as_list(name, results, len(completions)), where, log_metric)
+            results = _as_list(name, function(**({key: given[key] for key in taken} | dict(kwargs))), len(completions))
+        return _scores(name, results, where, log_metric)
 
     return reward
 
@@ -187,21 +190,21 @@ def _verls(
 def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
     """None is TRL's own way to say that a row has no reward of this function."""
 
-    def check(rewards: Any, completions: Texts, where: Callable[[int], str]) -> list[Any]:
-        scores = enumerate(_as_list(name, rewards, len(completions)))
+    def check(rewards: Sequence[Any], where: Callable[[int], str]) -> list[Any]:
+        scores = enumerate(rewards)
         return [None if score is None else _number(name, score, where, place) for place, score in scores]
 
     def reward(completions: Texts, **columns: Any) -> list[Any]:
         where = _row_names(completions, columns)
         with _explained(name, function, lambda: _any_of(completions, where)):
-            rewards = function(completions=completions, **columns)
-        return check(rewards, completions, where)
+            rewards = _as_list(name, function(completions=completions, **columns), len(completions))
+        return check(rewards, where)
 
     async def asynchronous(completions: Texts, **columns: Any) -> list[Any]:
         where = _row_names(completions, columns)
         with _explained(name, function, lambda: _any_of(completions, where)):
-            rewards = await function(completions=completions, **columns)
-        return check(rewards, completions, where)
+            rewards = _as_list(name, await function(completions=completions, **columns), len(completions))
+        return check(rewards, where)
 
     return asynchronous if inspect.iscoroutinefunction(function) else reward
 
@@ -236,21 +239,32 @@ def _scores(
             )
         scores.append(_number(name, result["score"], where, place))
         for key, value in result.items():
-            if key != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
-                others[str(key)].append(float(value))
+            if key != "score" and (number := _finite(value)) is not None:
+                others[str(key)].append(number)
     if log_metric is not None:
         for key, values in others.items():
             log_metric(f"rewards/{name.rpartition(':')[2]}/{key}", sum(values) / len(values))
     return scores
 
 
-def _as_list(name: str, rewards: Any, length: int) -> list[Any]:
+def _finite(value: Any) -> float | None:
+    """A number, numpy's too, as a float; None for anything else, and for one that is not finite."""
     try:
-        scores = list(rewards)
+        number = float(value) if isinstance(value, numbers.Real | Decimal | np.bool_) else math.nan
+    except (ValueError, OverflowError):  # Decimal's sNaN, and an integer that no float holds
+        number = math.nan
+    return number if math.isfinite(number) else None
+
+
+def _as_list(name: str, rewards: Any, length: int) -> list[Any]:
+    """Inside `_explained`: a generator runs the user's code here."""
+    try:
+        items = iter(rewards)
     except TypeError:  # a number, or None
-        scores = None
-    if scores is None or isinstance(rewards, str | Mapping):
+        items = None
+    if items is None or isinstance(rewards, str | Mapping):
         raise RankError(f"{FLAG}: {name}: it gave {rewards!r:.60}, not a list of {length} numbers")
+    scores = list(items)
     if len(scores) != length:
         raise RankError(f"{FLAG}: {name}: it gave {len(scores)} rewards for {length} completions")
     return scores

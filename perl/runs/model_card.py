@@ -31,6 +31,7 @@ from perl.config.peft_fields import reads_of
 from perl.config.schema import data_sets
 from perl.models.folders import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.scoring.results import AGAIN, Summary
+from perl.scoring.summary import shown
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
 
@@ -55,8 +56,6 @@ CURVE = {
     "aqn/sigma": ".3g",
 }
 """Metric -> format of its column; a metric that the run did not log has none."""
-SAYS_THE_SAME = ("pass@1", "maj@1", "maj@2")
-"""As accuracy does, and each avg@n."""
 
 
 def write_training_card(
@@ -192,7 +191,7 @@ def read_summaries(folder: Path, own_hash: str, adapter: Path) -> list[Summary]:
 
 def eval_results(summary: Mapping[str, Any]) -> list[EvalResult]:
     """One entry of the model-index for each metric that says something of its own; values and intervals in percent."""
-    dataset = summary["dataset"]
+    dataset, telling = summary["dataset"], {"accuracy", *shown(summary["metrics"])}
     return [
         EvalResult(
             task_type="text-generation",
@@ -212,7 +211,7 @@ def eval_results(summary: Mapping[str, Any]) -> list[EvalResult]:
             },
         )
         for metric, e in summary["metrics"].items()
-        if metric not in SAYS_THE_SAME and not metric.startswith("avg@")
+        if metric in telling and not metric.startswith("avg@")
     ]
 
 
@@ -236,10 +235,11 @@ def _how_made(summary: Mapping[str, Any]) -> str:
     sampling = ", ".join(f"{name} {value:g}" for name, value in summary["sampling"].items())
     versions = ", ".join(f"{name} {version}" for name, version in summary["provenance"]["versions"].items())
     weights = f", weights in {summary['quantization']}" if summary.get("quantization") else ""
+    unextracted = "" if summary["unextracted"] is None else f", no answer found {summary['unextracted']:.1%}"
     return (
         f"- {_local_name(summary['dataset'])}: {summary['problems']} problems, {summary['n']} samples of each;"
         f" {sampling}; engine {', '.join(summary['engines'])}, dtype {summary['dtype']}{weights}; truncated"
-        f" {summary['truncated']:.1%}, no answer found {summary['unextracted']:.1%}. {versions}; commit of perl"
+        f" {summary['truncated']:.1%}{unextracted}. {versions}; commit of perl"
         f" {summary['provenance']['git_commit'] or 'unknown'}"
     )
 

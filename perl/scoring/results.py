@@ -207,11 +207,12 @@ class Statistics(TypedDict):
     n: Annotated[int, Meta(ge=1, le=2**31)]
     """Samples of each problem."""
     metrics: dict[str, MetricRecord]
-    """accuracy, avg@n, pass@k, maj@k."""
+    """accuracy, avg@n, pass@k, and maj@k where a task grades."""
     rules: dict[str, RuleRecord]
     truncated: Share
     """Share of the samples, as is `unextracted`."""
-    unextracted: Share
+    unextracted: Share | None
+    """None where an environment alone scores: no answer is read."""
     timeouts: Count
     grading_errors: Count
     not_generated: Count

@@ -103,9 +103,10 @@ def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable], l
     """Mean of `values` with a percentile interval from resampling whole clusters; the same samples give the same one.
 
     Values of one cluster are not independent (a problem that occurs twice), so clusters are drawn, with replacement,
-    and the mean is taken over all values in those drawn. Where all values are equal there is nothing to resample and
-    the bootstrap would claim certainty. The exact binomial bound (Clopper-Pearson) over the clusters stands in its
-    place: at most a share of 1 - 0.025^(1/m) of all problems has another value, which may be `least` or 1.
+    and the mean is taken over all values in those drawn. Where all clusters have the same mean there is nothing to
+    resample and the bootstrap would claim certainty. The exact binomial bound (Clopper-Pearson) over the clusters
+    stands in its place: at most a share of 1 - 0.025^(1/m) of all problems has another value, which may be `least` or
+    1.
 
     Args:
         values: one number a problem.
@@ -119,10 +120,11 @@ def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable], l
     number_of = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
     index, count = np.asarray([number_of[cluster] for cluster in clusters]), len(number_of)
     tail = (1.0 - CONFIDENCE) / 2.0
-    if (numbers == numbers[0]).all():
-        value, others = float(numbers[0]), 1.0 - tail ** (1.0 / count)
-        return Estimate(value, value - max(0.0, value - least) * others, value + max(0.0, 1.0 - value) * others)
     sums, sizes = np.bincount(index, weights=numbers), np.bincount(index)
+    if np.allclose(sums / sizes, value):
+        value = float(numbers[0]) if (numbers == numbers[0]).all() else value
+        others = 1.0 - tail ** (1.0 / count)
+        return Estimate(value, value - max(0.0, value - least) * others, value + max(0.0, 1.0 - value) * others)
     generator = np.random.default_rng(0)
     means = np.empty(RESAMPLES)
     for i in range(RESAMPLES):
@@ -138,8 +140,8 @@ def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]
     Pairing takes the problems' own difficulty out of the comparison. The interval is that of `clustered_bootstrap`; the
     detectable difference is (z_0.975 + z_0.8) standard errors, 80 % power at a two-sided level of 5 % (Miller 2024,
     arXiv 2411.00640, section 5), with the cluster-robust standard error sqrt(m / (m - 1) sum_c (sum_{i in c} (d_i -
-    mean))^2) / N over m clusters and N problems. Where no problem differs it is FEWEST / m: so many clusters would have
-    to turn, all the same way.
+    mean))^2) / N over m clusters and N problems. Where no cluster differs from the others it is FEWEST / m: so many
+    would have to turn, all the same way.
 
     Args:
         differences: score now minus score before, one a problem, each within [-1, 1].
@@ -149,9 +151,10 @@ def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]
     index = np.unique(np.asarray([str(cluster) for cluster in clusters]), return_inverse=True)[1]
     count = int(index.max()) + 1
     value, low, high = clustered_bootstrap(numbers.tolist(), clusters, least=-1.0)
-    sums = np.bincount(index, weights=numbers - value)
-    error = math.sqrt(count / (count - 1) * float(np.square(sums).sum())) / len(numbers) if count > 1 else math.inf
-    changed = len(set(index[numbers != 0]))
+    sums, apart = (np.bincount(index, weights=weights) for weights in (numbers, numbers - value))
+    apart[np.isclose(apart, 0)] = 0  # but for rounding
+    error = math.sqrt(count / (count - 1) * float(np.square(apart).sum())) / len(numbers) if count > 1 else math.inf
+    changed = int((~np.isclose(sums, 0)).sum())  # better once and worse once is no change of the cluster's
     shown = changed >= FEWEST and not low <= 0 <= high
     detectable = min(1.0, max((1.959964 + 0.841621) * error, FEWEST / count if error == 0 else 0.0))
     return PairedDifference(value, low, high, detectable, ("better" if value > 0 else "worse") if shown else "none")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from perl.scoring.results import MetricRecord, RuleRecord, SampleRecord, Statistics
 from perl.scoring.samples import cluster_of
@@ -17,6 +19,9 @@ from perl.scoring.statistics import (
     powers_of_two,
 )
 from perl.tasks import TASKS
+
+SAYS_THE_SAME = ("accuracy", "pass@1", "maj@1")
+"""As avg@n."""
 
 
 def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:
@@ -37,7 +42,7 @@ def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:
         "metrics": {name: MetricRecord(**estimate._asdict()) for name, estimate in metrics(by_problem).items()},
         "rules": rule_means(records),
         "truncated": sum(record["finish_reason"] == "length" for record in records) / count,
-        "unextracted": sum(record["extracted"] is None for record in records) / count,
+        "unextracted": sum(record["extracted"] is None for record in records) / count if graded(records) else None,
         "timeouts": reasons["timeout"],
         "grading_errors": reasons["error"],
         "not_generated": sum(record["error"] is not None for record in records),
@@ -64,10 +69,15 @@ def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str
     per_problem[f"avg@{n}"] = per_problem["accuracy"]
     for k in powers_of_two(n):
         per_problem[f"pass@{k}"] = [pass_at_k(len(g), sum(r["score"] == 1.0 for r in g), k) for g in groups]
-    for k in powers_of_two(n):
+    for k in powers_of_two(n) if graded([r for g in groups for r in g]) else ():
         votes = [[(r["extracted"], r["score"]) for r in g] for g in groups]
         per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
     return per_problem
+
+
+def graded(records: Iterable[SampleRecord]) -> bool:
+    """Whether a task grades any of them. Where an environment alone scores, no answer is read, and none votes."""
+    return any(record["gold"] and record["task"] for record in records)
 
 
 def rule_means(records: Sequence[SampleRecord]) -> dict[str, RuleRecord]:
@@ -79,9 +89,20 @@ def rule_means(records: Sequence[SampleRecord]) -> dict[str, RuleRecord]:
     return {rule: {"mean": sum(values) / len(values), "scored": len(values)} for rule, values in scores.items()}
 
 
+def logged(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of metrics but for those that always say the same as another: a curve has them all at each step."""
+    return [name for name in metrics if name not in SAYS_THE_SAME]
+
+
 def shown(metrics: Mapping[str, Any]) -> list[str]:
-    """Names of metrics but for those that say the same as another (pass@1, maj@1 and maj@2 do)."""
-    return [name for name in metrics if name not in ("accuracy", "pass@1", "maj@1", "maj@2")]
+    """Names of metrics but for those that say the same as another here: maj@2 too, where n is even and every sample has
+    an answer, as a tie counts as its mean."""
+    return [name for name in logged(metrics) if name != "maj@2" or not _equal(metrics[name], metrics["accuracy"])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Of two MetricRecords, or of two metrics' values for each problem."""
+    return np.allclose(*(list(each.values()) if isinstance(each, Mapping) else each for each in (one, other)))
 
 
 def grading_of(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:

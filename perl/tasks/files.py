@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
@@ -23,13 +24,18 @@ TOO_LONG = f"a row of more than {LONGEST_ROW >> 20} million characters; is this 
 JSON_MISTAKES = (ValueError, RecursionError, InvalidOperation)
 """What decoding raises: no json, a whole number of too many digits, too deep, too large an exponent."""
 _DECODER = json.JSONDecoder(parse_float=Decimal)
+_SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")
 _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's repository keeps its files
+
+
+class NoSplitError(UserError):
+    """A folder holds no file of a split."""
 
 
 def find_files(path: Path, split: str | None) -> list[Path]:
     """The files of `path` that hold `split`: the file itself, which is one split, or in a folder `<split>.parquet` and
-    the like, or the shards `<split>-00000-of-00002.parquet`. Without a split, a folder's test files, else its train
-    files."""
+    the like, or the shards `<split>-00000-of-00002.parquet`, which the hub may have given a hash at the end. Without a
+    split, a folder's test files, else its train files. A UserError where two formats hold one split."""
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"{path}: no such file or folder; {_WRITE}")
     if path.is_file():
@@ -42,15 +48,20 @@ def find_files(path: Path, split: str | None) -> list[Path]:
     for folder in (path, *(path / name for name in _SUBFOLDERS)):
         files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
         for name in [split] if split else ["test", "train"]:
-            if found := [file for file in files if file.stem == name or file.stem.startswith(f"{name}-")]:
+            if found := [file for file in files if _SHARD.sub("", file.stem) == name]:
+                if other := next((file for file in found if file.suffix != found[0].suffix), None):
+                    raise UserError(
+                        f"{folder}: holds {name} twice, as {found[0].name} and {other.name}; name one of the files, or"
+                        " move the other away"
+                    )
                 return found
         if files:
             break
     else:
-        raise UserError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file")
+        raise NoSplitError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file")
     if split is None and len(files) == 1:
         return files
-    raise UserError(
+    raise NoSplitError(
         f"{path}: no file of split {split or 'test'!r}; splits there: {', '.join(sorted({f.stem for f in files}))}"
     )
 

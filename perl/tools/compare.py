@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from perl.reports.agreement_page import write_agreement
 from perl.reports.curves import READERS, is_training, read_curves
 from perl.reports.page import NAME, write_report
 from perl.scoring.results import COMPARE, SAMPLES, SWEEP
+
+log = logging.getLogger(__name__)
 
 TRAINING_FLAGS = ("output", "reward_limit", "loss_limit", "window")
 
@@ -71,15 +74,19 @@ def compare_evaluations(args: argparse.Namespace, a: list[Path], b: list[Path]) 
         if not is_evaluation(path) and is_training(path):
             raise UserError(f"{flag} {path}: is a training, and the other one an evaluation; write two of one kind")
     comparison = compare(other, this, flags=("A", "B"))
-    write_json(this / COMPARE, comparison)
     if args.json:
         print(json.dumps(comparison, ensure_ascii=False))
     else:
         print_comparison(comparison, Console())
-    if (this / NAME).is_file():
-        report = write_report(this)
-        if not args.json:
-            print(f"report: {report}")
+    try:
+        write_json(this / COMPARE, comparison)
+        report = write_report(this) if (this / NAME).is_file() else None
+    except (OSError, UserError) as error:
+        why = f"{this / COMPARE}: {error.strerror}" if isinstance(error, OSError) else error
+        log.warning("not written: %s", why)
+        return 0
+    if report and not args.json:
+        print(f"report: {report}")
     return 0
 
 

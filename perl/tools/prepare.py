@@ -18,7 +18,7 @@ from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
 from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of, worked_answer
-from perl.tasks.files import Row, find_files, read_rows
+from perl.tasks.files import NoSplitError, Row, find_files, read_rows
 
 SPLITS = ("train", "test")
 SHOWN = 3
@@ -107,7 +107,7 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
     """The files of each split that a folder holds; a UserError where there is none."""
     files = {}
     for split in SPLITS:
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(NoSplitError):
             files[split] = find_files(folder, split)
     return files or {"train": find_files(folder, "train")}  # its error says what is there instead
 

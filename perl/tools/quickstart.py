@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl.base.errors import report_errors
+from perl.base.paths import user_path
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt
 from perl.records import Sampling
@@ -75,7 +76,7 @@ def main() -> int:
     with report_errors():
         args = parser.parse_args()
         default = ROOT / "outputs" / f"quickstart_{args.seed}_{time.strftime('%Y%m%d_%H%M%S')}"
-        folder = Path(args.output_dir).absolute() if args.output_dir else default
+        folder = user_path(args.output_dir).absolute() if args.output_dir else default
         console = Console()
         say(console, f"everything goes to {folder}")
         try:

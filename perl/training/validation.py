@@ -57,7 +57,7 @@ from perl.scoring.results import (
 )
 from perl.scoring.samples import record_of, text_of_completion
 from perl.scoring.statistics import best_at_k
-from perl.scoring.summary import grading_of, problem_scores, shown, summarize
+from perl.scoring.summary import grading_of, logged, problem_scores, summarize
 from perl.tasks import TASKS
 from perl.training.validation_setup import ValidationSetup
 from perl.workers.conversations import identity_of
@@ -355,7 +355,7 @@ def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str,
         by_problem[record["key"]].append(record)
     scores = problem_scores(by_problem)
     metrics: dict[str, float] = {}
-    for name in shown(scores):
+    for name in logged(scores):
         kind, _, k = name.partition("@")
         section = "val-core" if int(k) == n else "val-aux"
         metrics[f"{section}/{label}/acc/{'mean' if kind == 'avg' else kind}@{k}"] = fmean(scores[name])

@@ -59,6 +59,13 @@ def test_flags_go_before_the_recipe_and_the_recipe_before_the_defaults(tmp_path)
     assert (values.peft.r, values.peft.lora_alpha) == (4, 32)
 
 
+def test_a_tilde_in_output_dir_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = write(tmp_path / "r.yaml", "training: {output_dir: ~/runs/a}\n")
+    for parsed in (parse(["--config.training.output_dir", "~/runs/a"]), parse_sft(["--recipe", recipe])):
+        assert parsed.values.training.output_dir == f"{tmp_path}/runs/a"
+
+
 def test_a_recipe_goes_before_its_base(tmp_path):
     (tmp_path / "more").mkdir()
     write(tmp_path / "all.yaml", "common: {seed: 5}\ntraining: {max_steps: 7, learning_rate: 1e-4}\n")

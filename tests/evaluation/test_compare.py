@@ -155,6 +155,16 @@ def test_what_differs_on_one_dataset_alone_is_named_with_it(tmp_path, capsys):
     assert "both are the same model" not in capsys.readouterr().out
 
 
+def test_a_comparison_that_can_not_be_written_is_shown_with_a_warning(tmp_path, capsys, caplog):
+    for name, score in (("a", 0.0), ("b", 1.0)):
+        write_results(tmp_path / name, {"0-0": [score]})
+    (tmp_path / "b" / "compare.json").mkdir()
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "+100.00" in capsys.readouterr().out
+    (line,) = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
+    assert line.startswith(f"not written: {tmp_path}/b/compare.json: Is a directory")
+
+
 def test_nothing_in_common_is_refused(tmp_path):
     a = write_results(tmp_path / "a", {"0-0": [1.0]})
     b = write_results(tmp_path / "b", {"0-0": [1.0]}, dataset="math500")

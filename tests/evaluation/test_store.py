@@ -74,6 +74,12 @@ def test_a_lock_that_is_a_link_is_one_line_and_overwrites_nothing(tmp_path):
     assert (tmp_path / "victim").read_text() == "mine"
 
 
+def test_a_file_in_the_place_of_a_datasets_folder_is_one_line(tmp_path):
+    (tmp_path / "gsm8k").touch()
+    with pytest.raises(UserError, match=r"^--result_dir: .*/gsm8k: File exists; remove it, or name another folder$"):
+        Store(tmp_path / "gsm8k", IDENTITY)
+
+
 def test_a_full_disk_is_one_line(tmp_path):
     store = Store(tmp_path, IDENTITY)
     store.path = type(store.path)("/dev/full")

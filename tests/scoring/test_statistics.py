@@ -109,6 +109,27 @@ def test_equal_fractions_keep_an_interval():
     assert clustered_bootstrap([2.0] * 10, range(10)) == pytest.approx((2.0, 2.0 - 2 * 0.30850, 2.0), abs=1e-5)
 
 
+def test_clusters_that_agree_keep_an_interval_whatever_is_within_them():
+    """Right once and wrong once, each of ten problems: 1 - 0.025^(1/10) = 0.3085 of them may be another."""
+    ten = clustered_bootstrap([1.0, 0.0] * 10, [i for i in range(10) for _ in range(2)])
+    assert ten == pytest.approx((0.5, 0.5 - 0.5 * 0.30850, 0.5 + 0.5 * 0.30850), abs=1e-5)
+    assert clustered_bootstrap([1.0, 0.0], "aa") == pytest.approx((0.5, 0.5 - 0.5 * 0.975, 0.5 + 0.5 * 0.975))
+    thirds = clustered_bootstrap([0.1, 0.2, 0.3, 0.3, 0.2, 0.1, 0.2], "aaabbbc")  # equal but for rounding
+    assert thirds == pytest.approx((0.2, 0.2 - 0.2 * 0.70760, 0.2 + 0.8 * 0.70760), abs=1e-5)  # 1 - 0.025^(1/3)
+
+
+def test_a_cluster_that_is_better_once_and_worse_once_does_not_differ():
+    keys = [i for i in range(20) for _ in range(2)]
+    same = paired_difference([0.5, -0.5] * 20, keys)
+    assert (same.value, same.detectable, same.verdict) == (0, 0.3, "none")  # 6 of 20 would have to turn
+    assert -same.low == same.high == pytest.approx(1 - 0.025 ** (1 / 20))
+    five = paired_difference([1.0, 1.0] * 5 + [1.0, -1.0] + [0.0] * 28, keys)
+    assert (five.low > 0, five.verdict) == (True, "none")  # five differ, and six have to
+    assert paired_difference([1.0, 1.0] * 6 + [0.0] * 28, keys).verdict == "better"
+    alike = paired_difference([0.1, 0.2, 0.2, 0.1, 0.15], "aabbc")
+    assert alike.detectable == 1  # of three clusters six can't turn; without rounding it would be none
+
+
 def test_no_problems_give_nan():
     assert np.isnan(clustered_bootstrap([], []).value)
 

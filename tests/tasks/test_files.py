@@ -9,7 +9,20 @@ import pytest
 
 from perl.base.errors import UserError
 from perl.tasks import load_problems
-from perl.tasks.files import read_rows
+from perl.tasks.files import find_files, read_rows
+from perl.tools.prepare import splits_of
+
+
+def test_a_split_is_its_file_or_its_shards_in_one_format(tmp_path):
+    shards = ["test-00000-of-00002.parquet", "test-00001-of-00002-b42a775f407cee45.parquet"]
+    for name in (*shards, "test-hard.parquet", "tests.parquet", "train.jsonl", "train.csv"):
+        (tmp_path / name).touch()
+    assert find_files(tmp_path, "test") == [tmp_path / name for name in shards]
+    assert find_files(tmp_path, "test-hard") == [tmp_path / "test-hard.parquet"]
+    with pytest.raises(UserError, match=r": holds train twice, as train\.csv and train\.jsonl; name one of the files"):
+        find_files(tmp_path, "train")
+    with pytest.raises(UserError, match=r"holds train twice"):
+        splits_of(tmp_path)
 
 
 def rows_of(file):

@@ -87,14 +87,16 @@ def test_the_scores_of_an_adapter_enter_its_card(folder, results, tmp_path, caps
     adapter = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "copy")
     before = content_hash(adapter)
     assert card_command(adapter, results) == 0
-    assert capsys.readouterr().out == f"{adapter / 'README.md'}: 4 results\n"
+    said = capsys.readouterr().out
     card = ModelCard.load(adapter / "README.md")
     scored = {
         name: json.loads((results / name / "sums" / "summary.json").read_text()) for name in ("base", "checkpoint-2")
     }
     metrics = scored["checkpoint-2"]["metrics"]
     found = {result.metric_type: result for result in card.data.eval_results}
-    assert found.keys() == {"accuracy", "pass@2", "pass@4", "maj@4"}
+    assert found.keys() - {"maj@2"} == {"accuracy", "pass@2", "pass@4", "maj@4"}
+    assert ("maj@2" in found) == (metrics["maj@2"] != metrics["accuracy"])  # as some answers may be missing
+    assert said == f"{adapter / 'README.md'}: {len(found)} results\n"
     for name, result in found.items():
         assert result.metric_value == pytest.approx(100 * metrics[name]["value"], abs=0.005)
         assert result.metric_args["interval_95"] == pytest.approx(

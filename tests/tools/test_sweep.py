@@ -198,6 +198,20 @@ def test_the_runs_are_scored_in_the_conversations_that_they_are_trained_in():
         cli.evaluator_flags({"gsm8k": "gsm8k"}, [], [config, parse([]).build()])
 
 
+def test_adapters_are_scored_unmerged_and_a_base_without_that_flag(tmp_path, monkeypatch):
+    flags = cli.read_eval_flags("--use_vllm --adapter_mode lora")
+    assert flags == ["--use_vllm", "--adapter_mode", "lora"]
+    with pytest.raises(UserError, match=r"^--eval_flags --adapter_mode lora: needs --use_vllm"):
+        cli.read_eval_flags("--adapter_mode lora")
+    asked = []
+    monkeypatch.setattr(work, "run_evaluations", lambda commands, *_, **__: asked.extend(commands.values()))
+    for words in (flags, ["--use_vllm", "--adapter_mode=lora"]):
+        for model in (["--model", "m"], ["--model", "m", "--adapter", "a"]):
+            work.score(shop(Console(quiet=True), evaluator=words), model, tmp_path)
+    assert ["adapter_mode" in " ".join(command) for command in asked] == [False, False, True, True] * 2
+    assert all("--use_vllm" in command and "lora" not in command for command in [*asked[:2], *asked[4:6]])
+
+
 def test_what_belongs_to_the_training_data_is_scored_on(tmp_path):
     for name in ("train.jsonl", "test.jsonl", "alone.parquet"):
         (tmp_path / name).touch()
@@ -223,6 +237,9 @@ def test_a_folder_takes_more_values_and_seeds_but_no_other_settings(tmp_path):
         cli.check_output(tmp_path, longer)
     with pytest.raises(UserError, match=r"holds a sweep with --vary peft\.type, not peft\.r; write another folder$"):
         cli.check_output(tmp_path, settings | {"vary": ["peft.r"]})
+    (tmp_path / SETTINGS).write_text('{"vary": []}')
+    with pytest.raises(UserError, match=r"^--output: .*settings\.json is not readable \(.*\); delete it, or write"):
+        cli.check_output(tmp_path, settings)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(UserError, match=r"holds something else; write a new folder$"):
@@ -268,6 +285,15 @@ def test_a_failed_run_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     broken.clear()
     work.work(shop(Console(quiet=True)), runs, {}, lambda: None)
     assert all(run.state.finished and run.state.error is None for run in runs)
+
+
+def test_a_state_with_more_fields_is_read_and_one_of_another_form_is_one_line(tmp_path):
+    run = Run(values={}, seed=1, model="m", folder=tmp_path)
+    (tmp_path / STATE).write_text('{"trained": true, "since": 3}')
+    assert (run.state.trained, run.state.finished) == (True, False)
+    (tmp_path / STATE).write_text('{"trained": "yes"}')
+    with pytest.raises(UserError, match=r"state\.json is not readable \(.*trained.*\); delete it"):
+        _ = run.state
 
 
 def test_a_training_that_ended_is_not_repeated_for_its_score(tmp_path, monkeypatch):

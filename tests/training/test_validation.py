@@ -42,6 +42,7 @@ from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
 from tests.folders import metrics
 from tests.quantised import needs_int8
+from tests.results import record
 from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
 
@@ -559,8 +560,7 @@ def test_metrics_by_hand():
     """Two problems of four samples; c = 2 and 0 correct."""
     rows = [("a", 1.0, "5"), ("a", 0.0, "4"), ("a", 1.0, "5"), ("a", 0.0, "3"), *[("b", 0.0, None)] * 4]
     records: list[Any] = [
-        {"key": key, "sample": i % 4, "score": score, "extracted": answer, "tokens": i, "finish_reason": "stop"}
-        for i, (key, score, answer) in enumerate(rows)
+        record(key, i % 4, score=score, extracted=answer, tokens=i) for i, (key, score, answer) in enumerate(rows)
     ]
     records[7]["finish_reason"] = "length"
     assert metrics_of("gsm", records, 4) == pytest.approx(
@@ -568,6 +568,7 @@ def test_metrics_by_hand():
             "val-core/gsm/acc/mean@4": 0.25,
             "val-aux/gsm/acc/pass@2": (1 - 1 / 6) / 2,  # of the 6 pairs one has no correct answer
             "val-aux/gsm/acc/best@2/mean": (1 - 0.5**2) / 2,  # with replacement
+            "val-aux/gsm/acc/maj@2": 0.25,
             "val-core/gsm/acc/pass@4": 0.5,
             "val-core/gsm/acc/best@4/mean": (1 - 0.5**4) / 2,
             "val-core/gsm/acc/maj@4": 0.5,  # 5, twice, is right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,6 +35,7 @@ from perl.reports.methods_page import write_comparison
 from perl.scoring.problem_sets import named
 from perl.scoring.statistics import Change, Estimate
 from perl.tasks import TASKS, data_name, load_problems, training_split
+from perl.tasks.files import NoSplitError, find_files
 from perl.tools.launch import accelerate_config
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
 from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, say, stopped_by_signals
@@ -41,6 +43,9 @@ from perl.tools.sweep.grid import Grid, check, make_grid, slug
 from perl.tools.sweep.work import Workshop, surroundings, work
 
 SET_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
+
+ANY_ADAPTER = ("--model", "base", "--adapter", "any")
+"""What the sweep sets itself, in a check of the other flags."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -76,6 +81,19 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line, and nothing else")
 
 
+class Evaluation(TypedDict):
+    flags: list[str]
+    n: int
+
+
+class Settings(TypedDict):
+    """settings.json."""
+
+    vary: list[str]
+    evaluation: Evaluation
+    config: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """A command that has been checked."""
@@ -90,8 +108,7 @@ class Sweep:
     n: int
     kind: device.Kind
     processes: int
-    settings: Mapping[str, Any]
-    """settings.json."""
+    settings: Settings
     notes: Sequence[str]
 
     @property
@@ -145,8 +162,8 @@ def read_command(args: Any) -> Sweep:
     accelerate_config(devices.kind, checked.processes)
     datasets = scored_on(args.evaluate, checked.configs[0])
     evaluator = evaluator_flags(datasets, further, checked.configs)
-    require_problems(parse_evaluation(["--model", "base", *evaluator]))
-    settings = {
+    require_problems(parse_evaluation([*ANY_ADAPTER, *evaluator]))
+    settings: Settings = {
         "vary": list(grid.vary),
         "evaluation": {"flags": evaluator, "n": int(args.n)},
         "config": {"program": program.name, **grid.settings},
@@ -232,8 +249,10 @@ def held_out(dataset: str) -> str | None:
         return name if hub and hub.train_split and hub.train_split != hub.eval_split else None
     if os.path.isfile(path) and (test := path.with_name(f"test{path.suffix}")).is_file() and test != path:
         return str(test)
-    if os.path.isdir(path) and training_split(dataset) == "train" and any(path.glob("test*")):
-        return dataset
+    if os.path.isdir(path) and training_split(dataset) == "train":
+        with contextlib.suppress(NoSplitError):
+            find_files(path, "test")
+            return dataset
     return None
 
 
@@ -286,7 +305,7 @@ def read_eval_flags(text: str) -> list[str]:
         for name in SET_EVAL_FLAGS:
             if any(word.partition("=")[0] == f"--{name}" for word in words):
                 raise UserError(f"--{name}: the sweep sets it; leave it out")
-        parse_evaluation(["--model", "base", "--dataset", "any", *words])
+        parse_evaluation([*ANY_ADAPTER, "--dataset", "any", *words])
     except (UserError, ValueError) as error:
         raise UserError(f"--eval_flags {error}") from error
     return words
@@ -295,7 +314,7 @@ def read_eval_flags(text: str) -> list[str]:
 # The folder
 
 
-def check_output(folder: Path, settings: Mapping[str, Any]) -> None:
+def check_output(folder: Path, settings: Settings) -> None:
     """A folder holds one comparison: more values and more seeds may be added to it, all else has to stay.
 
     Raises:
@@ -307,7 +326,8 @@ def check_output(folder: Path, settings: Mapping[str, Any]) -> None:
         if folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, STAGE_LOCK}:
             raise UserError(f"--output {folder}: holds something else; write a new folder")
         return
-    stored, wanted = flat(read_json(folder / SETTINGS, "--output")), flat(settings)
+    hint = "delete it, or write another folder"
+    stored, wanted = flat(read_json(folder / SETTINGS, "--output", hint, Settings)), flat(settings)
     other = [
         f"{name} {stored.get(name, 'left open')}, not {wanted.get(name, 'left open')}"
         for name in sorted({*stored, *wanted})
@@ -317,7 +337,7 @@ def check_output(folder: Path, settings: Mapping[str, Any]) -> None:
         raise UserError(f"--output {folder}: holds a sweep with {'; '.join(other)}; write another folder")
 
 
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat(settings: Settings) -> dict[str, Any]:
     evaluation, config = settings["evaluation"], settings["config"]
     return {
         "--vary": " and ".join(settings["vary"]) or "nothing",

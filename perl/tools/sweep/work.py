@@ -109,13 +109,20 @@ def score(shop: Workshop, model: Sequence[str], folder: Path) -> None:
     an interrupted one has left."""
     if all((folder / kind / "summary.json").is_file() for kind in (SAMPLED, GREEDY)):
         return
-    evaluator = [sys.executable, str(ROOT / "perl" / "eval.py"), *model, *shop.evaluator]
+    flags = shop.evaluator if "--adapter" in model else without(shop.evaluator, "--adapter_mode")
+    evaluator = [sys.executable, str(ROOT / "perl" / "eval.py"), *model, *flags]
     commands = {
         folder / f"{kind}.log": [*evaluator, "--n", n, "--temperature", heat, "--result_dir", str(folder / kind)]
         for kind, n, heat in ((SAMPLED, str(shop.n), "1.0"), (GREEDY, "1", "0.0"))
     }
     with explained(shop, *commands):
         run_evaluations(commands, shop.console, shop.where, apart=shop.kind != "cpu")
+
+
+def without(words: Sequence[str], flag: str) -> list[str]:
+    """The words but for a flag and its value, written as one word or as two."""
+    before = ["", *words]
+    return [word for word, last in zip(words, before, strict=False) if word.partition("=")[0] != flag != last]
 
 
 @contextlib.contextmanager
