@@ -125,6 +125,19 @@ def test_order_and_keys(mixed, visit):
     assert page.run("return document.activeElement.id") == "query"
 
 
+def test_what_an_environment_alone_has_scored_is_not_told_to_lack_an_answer(tmp_path, visit):
+    rows = [record(f"{i}-0", gold="", task="", extracted=None, score=float(i), scores={}) for i in range(2)]
+    write_results(tmp_path / "mine", rows, 1)
+    page = visit(write_report(tmp_path))
+    page.settle()
+    assert page.text("[name=unextracted] + span b") == "0"
+    said = page.text("#list") + page.text("#sample .facts")
+    assert said.count("10 tokens") == 3  # two rows, and what is known of one
+    for words in ("no answer", "nothing", "gold"):
+        assert words not in said
+    assert page.console() == []
+
+
 def test_a_sample_shows_everything_it_was_graded_by(tmp_path, visit):
     words = "Thus $\\frac{7}{2}$ costs $5 and $10.\nBroken: $\\frac{1$ 答案是 \\boxed{\\sqrt{2}}。"
     scores = {"flexible": 1.0, "strict": 0.0}

@@ -81,14 +81,15 @@
     mark();
   }
 
+  function readOf(sample) {
+    return sample.unextracted ? "no answer" : `read ${brief(sample.extracted)}`;
+  }
+
   function rowOf(sample, place) {
     const several = sample.problem.samples.length > 1;
     const question = sample.problem.parts[1].trim().slice(0, 160) || sample.problem.key;
-    const notes = [
-      `gold ${brief(sample.problem.gold)}`,
-      sample.unextracted ? "no answer" : `read ${brief(sample.extracted)}`,
-      `${sample.tokens.toLocaleString("en")} tokens`,
-    ];
+    const notes = sample.problem.graded ? [`gold ${brief(sample.problem.gold)}`, readOf(sample)] : [];
+    notes.push(`${sample.tokens.toLocaleString("en")} tokens`);
     if (several) notes.push(`#${sample.number}`);
     if (Samples.meta.runs.length > 1) notes.push(Samples.meta.runs[sample.run]);
     const row = make("div", "item", verdict(sample),
@@ -188,8 +189,10 @@
 
   function facts(sample) {
     const rows = [
-      ["gold", answer(sample.problem.gold)],
-      ["extracted", sample.unextracted ? make("em", "", "nothing") : answer(sample.extracted)],
+      ...(sample.problem.graded ? [
+        ["gold", answer(sample.problem.gold)],
+        ["extracted", sample.unextracted ? make("em", "", "nothing") : answer(sample.extracted)],
+      ] : []),
       ["verdict", make("span", "", sample.reason)],
       ["rules", make("span", "rules", ...Object.entries(sample.scores).map(rule))],
       ["length", make("span", "", `${sample.tokens.toLocaleString("en")} tokens, prompt ${sample.problem.tokens.toLocaleString("en")}`)],
@@ -223,7 +226,7 @@
   function sibling(sample, current) {
     const run = Samples.meta.runs[sample.run];
     const made = button(sample.correct ? "✓" : "✗", `sibling ${sample.correct ? "correct" : "wrong"}`, () => jump(sample));
-    made.title = `${run ? run + " " : ""}#${sample.number}: ${sample.extracted ?? "no answer"}, ${sample.tokens} tokens`;
+    made.title = `${run ? run + " " : ""}#${sample.number}: ${sample.problem.graded ? readOf(sample) + ", " : ""}${sample.tokens} tokens`;
     made.setAttribute("aria-label", made.title);
     if (current) made.setAttribute("aria-current", "true");
     return made;

@@ -32,6 +32,7 @@ const Samples = (() => {
       list.push({
         key, prompt, dataset: columns.dataset, number: list.length, samples: [],
         gold: columns.gold[i], source: columns.source[i], task: columns.task[i], tokens: columns.prompt_tokens[i],
+        graded: Boolean(columns.gold[i] && columns.task[i]), // else by an environment, which reads no answer
         // The template is the same in all prompts; what lies between is the question.
         parts: end > head ? [prompt.slice(0, head), prompt.slice(head, end), prompt.slice(end)] : ["", prompt, ""],
       });
@@ -48,7 +49,7 @@ const Samples = (() => {
         error: columns.error[i], seconds: columns.time[i], seed: columns.seed[i],
         correct: columns.score[i] === 1,
         truncated: columns.finish_reason[i] === "length",
-        unextracted: columns.extracted[i] === null,
+        unextracted: list[number].graded && columns.extracted[i] === null,
         changed: columns.changed?.[i] ?? null, // [there, here]: the problem's mean score in the comparison
         failed: columns.error[i] !== null || columns.reason[i] === "timeout" || columns.reason[i] === "error",
       };
