@@ -102,7 +102,8 @@ def shown(metrics: Mapping[str, Any]) -> list[str]:
 
 def _equal(one: Any, other: Any) -> bool:
     """Of two MetricRecords, or of two metrics' values for each problem."""
-    return np.allclose(*(list(each.values()) if isinstance(each, Mapping) else each for each in (one, other)))
+    first, second = (list(each.values()) if isinstance(each, Mapping) else each for each in (one, other))
+    return np.allclose(first, second)
 
 
 def grading_of(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
