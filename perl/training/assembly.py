@@ -16,13 +16,13 @@ from perl.config.derived import batches_ahead, correction_of, rows_stand
 from perl.engines.base import PolicyEngine
 from perl.models.folders import token_ids
 from perl.models.pixels import image_inputs
-from perl.prompts import decode, truncated
+from perl.prompts import decode
 from perl.records import Sampling
 from perl.rewards.functions import GradeEarly
 from perl.rewards.score import Rewards
 from perl.runs.metrics import model_size
 from perl.training.batch import Dealer
-from perl.training.collect import Collector, ReadPrompt, compared_reward, is_chat, rollout_sampling
+from perl.training.collect import Collector, compared_reward, read_prompt, rollout_sampling
 from perl.training.critic import Critic
 from perl.training.engines import Drawing, open_engine
 from perl.training.metrics import Metrics
@@ -148,7 +148,9 @@ def _make_collector(
     return Collector(
         stream=PromptStream(len(rows), per_batch, args.seed, epochs, trainer.shuffle_dataset),
         rows=rows,
-        read=functools.partial(_read, trainer),
+        read=functools.partial(
+            read_prompt, tokenizer=trainer._tokenizer, template=trainer.template, data=trainer.config.dataset
+        ),
         text=text,
         engine=engine,
         sampling=sampling,
@@ -178,17 +180,6 @@ def _context(trainer: Any) -> int | None:
     made_for = getattr(trainer.policy.bare.config.get_text_config(), "max_position_embeddings", None)
     given = trainer.args.vllm_max_model_length if trainer.args.use_vllm else None
     return min((each for each in (made_for, given) if each is not None), default=None)
-
-
-def _read(trainer: Any, row: dict[str, Any]) -> ReadPrompt:
-    prompt, data = row["prompt"], trainer.config.dataset
-    if not is_chat(prompt):
-        return ReadPrompt(tuple(trainer._tokenizer(text=prompt)["input_ids"]))
-    images = tuple(each["bytes"] for each in row.get("images") or ())
-    ids = trainer.template.prompt(prompt, images)
-    if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
-        return ReadPrompt(tuple(ids), images)
-    return ReadPrompt(tuple(truncated(ids, data.max_prompt_length, data.truncation)), images)
 
 
 def _make_critic(trainer: Any, plan: PackingPlan, metrics: Metrics) -> Critic:

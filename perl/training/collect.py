@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from perl.base.errors import UserError, say_once
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import sampling_of
 from perl.environments.conversation import Conversations
+from perl.prompts import ChatTemplate, truncated
 from perl.records import Asked, Completion, Sampling, Trajectory, Weights
 from perl.rewards.files import text_of
 from perl.rewards.functions import GradeEarly, logged_name
@@ -31,6 +32,7 @@ from perl.runs.metrics import StepClock, sequences
 from perl.training.stream import PromptStream
 
 if TYPE_CHECKING:
+    from perl.config.schema import DatasetConfig
     from perl.config.training import TrainingConfig
     from perl.training.processes import Processes
 
@@ -362,6 +364,18 @@ def compared_reward(asked: str | None, names: Sequence[str]) -> int | None:
     if asked is None:
         return names.index("accuracy") if "accuracy" in names else None
     return None if asked == "sum" else names.index(logged_name(asked))
+
+
+def read_prompt(row: Mapping[str, Any], *, tokenizer: Any, template: ChatTemplate, data: DatasetConfig) -> ReadPrompt:
+    """A row's prompt, cut as `data` asks where it is too long."""
+    prompt = row["prompt"]
+    if not is_chat(prompt):
+        return ReadPrompt(tuple(tokenizer(text=prompt)["input_ids"]))
+    images = tuple(each["bytes"] for each in row.get("images") or ())
+    ids = template.prompt(prompt, images)
+    if data.max_prompt_length is None or data.truncation == "error":  # longer ones were refused
+        return ReadPrompt(tuple(ids), images)
+    return ReadPrompt(tuple(truncated(ids, data.max_prompt_length, data.truncation)), images)
 
 
 def is_chat(prompt: Any) -> bool:

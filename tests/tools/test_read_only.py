@@ -15,7 +15,6 @@ from perl.base.errors import UserError, report_errors
 from perl.evaluation.store import locked
 from perl.models.folders import content_hash, written_whole
 from perl.runs.rundir import check_folder, held
-from perl.scoring.results import COMPARE
 from perl.tools.stages import alone
 from tests.results import record, summary
 
@@ -58,7 +57,6 @@ def files(folder: Path) -> set[Path]:
     [
         (["report", "disk/b"], "disk/b/report.html", 2),
         (["report", "a", "--output", "disk/page.html"], "disk/page.html", 2),
-        (["compare", "a", "disk/b"], f"disk/b/{COMPARE}", 1),
         (["grade", "--task", "gsm8k", "--input", "rows.jsonl", "--output", "disk/rows.jsonl"], "disk/rows.jsonl", 1),
         (["from-verl", "--output", "disk/recipe.yaml", VERL], "disk/recipe.yaml", 1),
         (["card", "disk/adapter", "--results", "a"], "disk/adapter/README.md", 1),
