@@ -74,17 +74,7 @@ def make_step(
     require_comparable(engine, sampling, config)
     stand = trainer.aux_loss_enabled or rows_stand(args)
     max_tokens = None if stand or not plan.packed else args.max_tokens_per_microbatch
-    passes = Passes(
-        policy=policy,
-        packed=plan.packed,
-        kernel=plan.kernel,
-        aux_loss=trainer.aux_loss_enabled,
-        max_tokens=max_tokens or PASS_TOKENS,
-        processes=processes,
-        clock=trainer.clock,
-        pad_token_id=int(trainer._tokenizer.pad_token_id),
-        image_inputs=lambda row: image_inputs(trainer.processing_class, row.images) if row.images else None,
-    )
+    passes = _make_passes(trainer, plan, processes, max_tokens)
     samplers = Samplers(engine=engine, passes=passes, processes=processes, noise=trainer.noise)
     critic = None
     if ALGORITHMS[config.algorithm.name].critic:
@@ -131,6 +121,20 @@ def end_turns(generation_config: GenerationConfig, token: int, tokenizer: Any) -
         name = tokenizer.convert_ids_to_tokens(token)
         log.info("environment: %s, which ends a turn in the chat template, ends a completion too", name)
         generation_config.eos_token_id = [*ends, token]
+
+
+def _make_passes(trainer: Any, plan: PackingPlan, processes: Processes, max_tokens: int | None) -> Passes:
+    return Passes(
+        policy=trainer.policy,
+        packed=plan.packed,
+        kernel=plan.kernel,
+        aux_loss=trainer.aux_loss_enabled,
+        max_tokens=max_tokens or PASS_TOKENS,
+        processes=processes,
+        clock=trainer.clock,
+        pad_token_id=int(trainer._tokenizer.pad_token_id),
+        image_inputs=lambda row: image_inputs(trainer.processing_class, row.images) if row.images else None,
+    )
 
 
 def _make_collector(
