@@ -67,6 +67,8 @@ def evaluate(config: EvalConfig) -> Summaries:
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))
     with locked_folders(setup):
         runs = [CandidateRun.open(setup, candidate, problem_sets) for candidate in setup.candidates]
+        if setup.is_sweep and not (Path(config.result_dir) / SWEEP).is_file():
+            write_sweep(setup, runs, {})  # so that the folder says what it holds, however soon this ends
         try:
             generate(setup, runs)
         except WorkerError:
@@ -114,9 +116,7 @@ def report(setup: Setup, runs: Sequence[CandidateRun]) -> dict[str, Summaries]:
             summaries[name] = run.summarize(setup)
             remove_merged(setup, run.candidate)
     if setup.is_sweep:
-        entries = [sweep_entry(run, summaries.get(run.candidate.name)) for run in runs]
-        write_json(folder / SWEEP, {"model": setup.config.model, "candidates": entries, "provenance": provenance()})
-        print_sweep(entries, console)
+        print_sweep(write_sweep(setup, runs, summaries), console)
     else:
         print_table(summaries[""], console)
     if setup.config.compare:
@@ -130,6 +130,14 @@ def report(setup: Setup, runs: Sequence[CandidateRun]) -> dict[str, Summaries]:
             write_json(folder / name / COMPARE, comparison)
     log_results(setup.config, setup.candidates, summaries)
     return summaries
+
+
+def write_sweep(setup: Setup, runs: Sequence[CandidateRun], summaries: dict[str, Summaries]) -> list[SweepEntry]:
+    """sweep.json, its table returned."""
+    entries = [sweep_entry(run, summaries.get(run.candidate.name)) for run in runs]
+    file = Path(setup.config.result_dir) / SWEEP
+    write_json(file, {"model": setup.config.model, "candidates": entries, "provenance": provenance()})
+    return entries
 
 
 def sweep_entry(run: CandidateRun, summaries: Summaries | None) -> SweepEntry:

@@ -35,7 +35,7 @@ class NoSplitError(UserError):
 def find_files(path: Path, split: str | None) -> list[Path]:
     """The files of `path` that hold `split`: the file itself, which is one split, or in a folder `<split>.parquet` and
     the like, or the shards `<split>-00000-of-00002.parquet`, which the hub may have given a hash at the end. Without a
-    split, a folder's test files, else its train files. A UserError where two formats hold one split."""
+    split, a folder's test files, else its train files. A UserError where a split is there twice."""
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"{path}: no such file or folder; {_WRITE}")
     if path.is_file():
@@ -49,7 +49,8 @@ def find_files(path: Path, split: str | None) -> list[Path]:
         files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
         for name in [split] if split else ["test", "train"]:
             if found := [file for file in files if _SHARD.sub("", file.stem) == name]:
-                if other := next((file for file in found if file.suffix != found[0].suffix), None):
+                forms = [(file.suffix, file.stem == name) for file in found]  # one format, whole or in shards
+                if other := next((file for file, form in zip(found, forms, strict=True) if form != forms[0]), None):
                     raise UserError(
                         f"{folder}: holds {name} twice, as {found[0].name} and {other.name}; name one of the files, or"
                         " move the other away"

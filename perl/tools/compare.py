@@ -98,7 +98,6 @@ def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) ->
     if window < 1:
         raise UserError(f"--window {window}: write 1 or more steps")
     comparison = compare_runs(runs, limits, window)
-    page = write_agreement(comparison, runs, target(user_path(args.output))) if args.output else None
     if args.json:
         sources = {
             side: [{"source": str(run.source), "format": run.format, "updates": run.updates} for run in runs[side]]
@@ -107,7 +106,9 @@ def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) ->
         print(json.dumps({"runs": sources} | comparison.as_json(), ensure_ascii=False))
     else:
         print_trainings(comparison, runs, Console())
-        if page:
+    if args.output:
+        page = write_agreement(comparison, runs, target(user_path(args.output)))
+        if not args.json:
             print(f"report: {page}")
     return 0 if comparison.within else 1
 

@@ -146,6 +146,22 @@ def test_a_signal_ends_a_sweep_whose_command_goes_on(config, undisturbed, run, t
     assert not list(tmp_path.rglob(MERGED))
 
 
+def test_a_sweep_that_is_interrupted_says_what_it_is(settings, run, tmp_path, monkeypatch):
+    """So that no single evaluation is put beside it."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perl.evaluation.run.generate", interrupted)
+    here = replace(settings, result_dir=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(replace(here, adapter=[str(run)]))
+    entries = json.loads((tmp_path / "sweep.json").read_text())["candidates"]
+    assert [(entry["name"], entry["metrics"]) for entry in entries] == [("checkpoint-4", None), ("checkpoint-12", None)]
+    with pytest.raises(UserError, match="holds a sweep, and this is a single evaluation"):
+        evaluate(here)
+
+
 def test_sweep_json_holds_the_curve(swept, run):
     sweep = json.loads((swept / "sweep.json").read_text())
     assert [(e["name"], e["step"], e["error"]) for e in sweep["candidates"]] == [

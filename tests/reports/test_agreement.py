@@ -253,6 +253,13 @@ def test_mistakes_are_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_a_page_that_can_not_be_written_leaves_the_table(tmp_path, capsys):
+    runs = [str(write_run(tmp_path / name, [0.5, 0.5])) for name in ("a", "b")]
+    with pytest.raises(UserError, match=r"page.html: No such file"):
+        main(["compare", *runs, "--output", str(tmp_path / "no" / "page.html")])
+    assert "Within the limits: reward" in capsys.readouterr().out
+
+
 def test_evaluations_as_json(tmp_path, capsys):
     for name in ("a", "b"):
         write_results(tmp_path / name / "gsm8k", [record("0-0"), record("1-0")])

@@ -23,6 +23,9 @@ def test_a_split_is_its_file_or_its_shards_in_one_format(tmp_path):
         find_files(tmp_path, "train")
     with pytest.raises(UserError, match=r"holds train twice"):
         splits_of(tmp_path)
+    (tmp_path / "test.parquet").touch()
+    with pytest.raises(UserError, match=rf": holds test twice, as {shards[0]} and test\.parquet; name one"):
+        find_files(tmp_path, "test")
 
 
 def rows_of(file):

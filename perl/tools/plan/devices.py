@@ -16,7 +16,7 @@ CONTEXT_CUDA = 5 * GB // 4
 
 
 def _ascend(name: str) -> Device:
-    return Device(name=name, kind="npu", memory=64 * GB, runtime=IDLE_ASCEND + HCCL_BYTES)
+    return Device(name=name, kind="npu", memory=64 * GB, runtime=IDLE_ASCEND, communicator=HCCL_BYTES)
 
 
 def _cuda(name: str, memory: int) -> Device:

@@ -82,7 +82,9 @@ class Device:
     kind: Kind
     memory: int
     runtime: int
-    """Taken before a tensor is made: context, kernels, buffers of collectives. Assumed, not measured here."""
+    """Taken before a tensor is made: context, kernels. Assumed, not measured here."""
+    communicator: int = 0
+    """Buffers of each group of processes, where they are not within `runtime`."""
     fused_tiles: bool = False
     """TRL computes a tile of logits in one Triton kernel, elsewhere by torch, which takes several copies of it."""
     packs: bool = False
@@ -219,7 +221,7 @@ class Item:
 def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -> list[Item]:
     """All that a process holds on a device of `capacity` bytes (None: its own memory)."""
     capacity = capacity or device.memory
-    table = [Item("runtime (context, collectives)", device.runtime, "both"), *states(shape, job)]
+    table = [_runtime(device, job), *states(shape, job)]
     if job.engine == "vllm" and not job.workers:  # its own weights and cache, of all there is
         table.append(Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both"))
     elif job.engine is not None and not job.workers:
@@ -242,7 +244,7 @@ def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
     draws at once."""
     trained = 0 if job.full else 4 * shape.adapter
     table = [
-        Item("runtime (context, collectives)", device.runtime, "both"),
+        _runtime(device, dataclasses.replace(job, parallel="single")),
         Item("weights", base_bytes(shape, job.weight_bytes, job.loaded), "both"),
         Item("a layer's weights, dequantised", dequantised(shape, job), "both"),
         Item("adapter", trained, "both"),
@@ -253,6 +255,12 @@ def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
     return [
         item for item in [*table, *_rollout(shape, own, device, device.memory - peak(table, "rollout"))] if item.bytes
     ]
+
+
+def _runtime(device: Device, job: Job) -> Item:
+    """DeepSpeed makes a group of all processes of its own beside torch's."""
+    groups = {"single": 0, "ddp": 1, "fsdp2": 1}.get(job.parallel, 2)
+    return Item("runtime (context, collectives)", device.runtime + groups * device.communicator, "both")
 
 
 def peak(table: Sequence[Item], phase: Literal["rollout", "update"]) -> int:

@@ -69,7 +69,7 @@ JOB = Job(
     compute_bytes=2,
     checkpointing=False,
 )
-DEVICE = replace(DEVICES["910b"], runtime=0)
+DEVICE = replace(DEVICES["910b"], runtime=0, communicator=0)
 
 
 FULL = replace(JOB, weight_bytes=4, compute_bytes=2, full=True, reference=True)
@@ -117,6 +117,14 @@ def test_states_by_hand():
     assert held("ddp", "DDP's buckets") == 4000
     assert held("single", "DDP's buckets", processes=1) == 0
     assert held("zero2", "DeepSpeed's bucket") == 1_000_000_000
+
+
+def test_each_group_of_processes_has_buffers():
+    """On an NPU: torch's group, and DeepSpeed's own; none of one process."""
+    device = replace(DEVICE, runtime=10, communicator=3)
+    found = {p: items(SHAPE, replace(JOB, parallel=p), device)[0].bytes for p in ("single", "ddp", "fsdp2", "zero2")}
+    assert found == {"single": 10, "ddp": 13, "fsdp2": 13, "zero2": 16}
+    assert worker_items(SHAPE, replace(JOB, parallel="zero2", piece=4), device)[0].bytes == 10
 
 
 def test_zero3_holds_the_gathered_weights_in_the_rollout():
