@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from perl.base.errors import UserError
-from perl.device.sharding import Gather, local, shard_of, whole
+from perl.device.sharding import Gather, local, shard_of, unwrapped, whole
 from perl.models.few_bits import state_of
 
 ADAPTER = "default"
@@ -40,15 +40,23 @@ def delivered(policy: Any) -> dict[str, torch.Tensor]:
         policy: not wrapped by DDP or DeepSpeed.
     """
     if not hasattr(policy, "peft_config"):
-        return dict(policy.named_parameters())
+        return {unwrapped(name): parameter for name, parameter in policy.named_parameters()}
     named = [*policy.named_parameters(), *policy.named_buffers()]
-    return {name: tensor for name, tensor in named if ADAPTER in name.split(".")}
+    return {unwrapped(name): tensor for name, tensor in named if ADAPTER in name.split(".")}
 
 
-def to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def to_bytes(tensors: Mapping[str, torch.Tensor], kept: bool = True) -> bytes:
     """`tensors`, whole, in the form of safetensors: equal tensors make equal bytes. Every rank must come here where
-    they are split."""
-    return save({name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()})
+    they are split.
+
+    Args:
+        kept: this rank needs them. Another one, which gets b"", holds no more than one of them at a time.
+    """
+    if kept:
+        return save({name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()})
+    for tensor in tensors.values():
+        whole(tensor)
+    return b""
 
 
 def from_bytes(payload: bytes) -> dict[str, torch.Tensor]:
@@ -86,7 +94,8 @@ def base_digest(policy: Any, gathered: Gather = lambda parameters: contextlib.nu
     if not hasattr(policy, "peft_config"):
         return ""
     others = {"critic", *policy.peft_config}
-    base = [(name, each) for name, each in sorted(policy.named_parameters()) if not others & set(name.split("."))]
+    named = sorted((unwrapped(name), each) for name, each in policy.named_parameters())
+    base = [(name, each) for name, each in named if not others & set(name.split("."))]
     hashed = hashlib.sha256()
     while base:
         sizes = accumulate(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in base)
@@ -112,7 +121,7 @@ def digest(policy: Any, base: str, norms: Iterable[tuple[str, torch.Tensor]]) ->
         add_tensor(hashed, name, tensor)
     for name, module in policy.named_modules():
         if isinstance(module, BaseTunerLayer) and ADAPTER in (scaling := getattr(module, "scaling", {})):
-            hashed.update(f"{name} {float(scaling[ADAPTER])!r}".encode())
+            hashed.update(f"{unwrapped(name)} {float(scaling[ADAPTER])!r}".encode())
     for name, tensor in norms:
         add_tensor(hashed, name, tensor)
     return hashed.hexdigest()

@@ -47,10 +47,11 @@ class RolloutMerge:
         model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
             dtype would lose too much of the update: from BEGIN_BELOW on, until it is over STOP_ABOVE.
+        fixed: as of perl.engines.linear.packable.
     """
 
-    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
-        self.model, self.merge = model, merge
+    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto", fixed: bool = False):
+        self.model, self.merge, self.fixed = model, merge, fixed
         self.layers = adapted_layers(model)
         self.merged = False
         """Whether the weights that compute hold the adapter now."""
@@ -82,7 +83,7 @@ class RolloutMerge:
                 unmerged adapter above weights of that dtype; None is float32.
         """
         with resharded(self.model), contextlib.ExitStack() as stack:
-            to_pack = set(packable(self.model))
+            to_pack = set(packable(self.model, self.fixed))
             stack.callback(self._restore)
             if self._wanted():
                 self.merged = True

@@ -141,6 +141,11 @@ def check_workers(values: Namespace) -> None:
             f"--config.training.vllm_tensor_parallel_size {tensor_parallel}: a worker has one device; leave it out, or"
             " write --config.rollout.workers 0"
         )
+    if rollout.workers and values.training.cast_lm_head_to_fp32:
+        raise UserError(
+            "--config.training.cast_lm_head_to_fp32 true: workers hold the head as the model's files have it, another"
+            " policy than the trainer's; leave it out, or write --config.rollout.workers 0"
+        )
     if rollout.piece_size and not rollout.workers and rollout.engine != "fast":
         raise UserError(
             f"--config.rollout.piece_size {rollout.piece_size}: without workers engine fast alone draws in pieces;"
@@ -263,6 +268,11 @@ def check_environment(values: Namespace) -> None:
         raise UserError(
             f"--config.rollout.engine generate: draws torch's own random numbers, so that with {flag} a run would"
             " depend on how long an answer takes; write --config.rollout.engine fast"
+        )
+    if "stop" in (values.training.generation_kwargs or {}):
+        raise UserError(
+            f"--config.training.generation_kwargs: with {flag} a completion that a string ends counts as cut off,"
+            " and no tool is called; leave stop out: the chat template's end of a turn ends a call"
         )
     if rollout.workers and environment.tool_timeout_s >= rollout.deadline_s:
         raise UserError(

@@ -49,6 +49,12 @@ def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
 
 
+def draws_alike(rollout: RolloutConfig) -> bool:
+    """Completions are drawn in pieces at fixed places: neither the number of workers nor what memory is free then may
+    decide how a piece is computed."""
+    return not rollout.max_staleness and bool(rollout.workers or rollout.piece_size)
+
+
 def drawn_at_once(group: int, rows: int, rollout: RolloutConfig) -> int:
     """Completions that a worker decodes together: a piece, or with max_staleness whole groups, as many as perl's own
     loop decodes on an accelerator."""

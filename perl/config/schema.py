@@ -208,8 +208,8 @@ class RolloutConfig:
         engine: fast is perl's decode loop (one prefill a prompt, sequences leave as they end, a seed for each);
             generate is the model's own, as TRL calls it; vllm runs vLLM in the trainer's process, or in each worker's
             (also written training.use_vllm true).
-        max_batch_tokens: most tokens of KV cache at once; null is half of the memory that the update leaves free (fast
-            only).
+        max_batch_tokens: most tokens of KV cache at once; null is half of the memory that the update leaves free, where
+            pieces are drawn of what the weights leave of the device (fast only).
         capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
             attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only).
         merge_adapter: merge the adapter into the weights while completions are sampled; auto does so unless

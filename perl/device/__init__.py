@@ -302,9 +302,19 @@ def available_memory() -> int:
 def host_memory() -> int:
     """Bytes of the machine's memory that this process can still take: its share of what is available, where torch's
     launcher or perl's evaluator have started several here (LOCAL_WORLD_SIZE)."""
+    return _of_machine("MemAvailable") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def total_memory() -> int:
+    """Bytes of this process's accelerator, or of the machine, whatever they hold and however many processes there
+    are."""
+    module = _accelerator()
+    return _of_machine("MemTotal") if module is None else module.mem_get_info()[1]
+
+
+def _of_machine(name: str) -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def to_device(tensor: torch.Tensor, where: torch.device | str) -> torch.Tensor:

@@ -15,6 +15,17 @@ Gather = Callable[[Any], AbstractContextManager[Any]]
 """From parameters to a context in which ZeRO-3's are whole."""
 
 
+WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def unwrapped(name: str) -> str:
+    """A module's or a parameter's name without the parts that wrappers have put into it (FSDP, and its activation
+    checkpointing): the one that it has in another process."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that lies on this rank: itself, or the local shard of a DTensor (FSDP2)."""
     data = tensor.detach()

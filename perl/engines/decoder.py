@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from perl import device
 from perl.base.errors import say_once
+from perl.engines.linear import SHARE_OF_MEMORY
 from perl.engines.runner import Rows, Runner
 from perl.engines.sampling import validate
 from perl.engines.scheduler import PromptGroup, Scheduler, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 MAX_NUM_SEQS = {"accelerator": 256, "cpu": 64}
 """More sequences at once make a step slower by as much as they share it: on a CPU soon, elsewhere hardly."""
+CACHE_SHARE = 0.5
+"""Of the memory that is free, how much the KV cache may take where no bound is given."""
 KEPT_SHARE = 0.25
 """Of an accelerator's memory, how much must be free after a rollout for the cache to stay."""
 
@@ -87,6 +90,8 @@ class Decoder:
         pad_token_id: fills masked places; which token it is changes nothing.
         max_batch_tokens: most tokens of KV cache at once; None is what memory allows. A sequence that is longer than
             this alone is decoded alone.
+        fixed: of that memory what the device has decides, not what is free: sequences that are decoded together, or
+            apart, have other last bits.
         max_num_seqs: most sequences in flight; None is MAX_NUM_SEQS.
         capture: run decode steps as captured graphs where the accelerator and the model allow it (perl.engines.graphs).
         kernel: one that reads the blocks of the cache itself (perl.device.kernels.PAGED), where it takes the model's
@@ -104,6 +109,7 @@ class Decoder:
         eos_token_ids: Collection[int],
         pad_token_id: int,
         max_batch_tokens: int | None = None,
+        fixed: bool = False,
         max_num_seqs: int | None = None,
         capture: bool = False,
         kernel: Kernel | None = None,
@@ -113,7 +119,7 @@ class Decoder:
     ):
         self.model = model
         self.eos_token_ids, self.pad_token_id = frozenset(eos_token_ids), pad_token_id
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens, self.fixed = max_batch_tokens, fixed
         self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS["cpu" if model.device.type == "cpu" else "accelerator"]
         self.capture, self.kernel, self.block_size, self.stock = capture, kernel, block_size, stock
         self.kernel_fits = False
@@ -145,6 +151,15 @@ class Decoder:
                 return _Loop(self, source, sampling).finished()
             say_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
         return generate_stock(self, source, sampling)
+
+    def room(self) -> int:
+        """Bytes that a new cache may have."""
+        if not self.fixed:
+            return int(max(0, device.available_memory() - self.reserved) * CACHE_SHARE)
+        if self.model.device.type == "cpu":
+            return int(device.total_memory() * SHARE_OF_MEMORY)
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        return int(max(0, device.total_memory() - weights) * CACHE_SHARE)
 
     def release(self) -> None:
         """Give the cache's memory back, and the graphs that read it."""

@@ -28,6 +28,8 @@ ROWS = 16
 """Rows of a product for which oneDNN chooses its layout; others are computed with it as well."""
 SHARE_OF_FREE_MEMORY = 0.25
 """Of the memory that this process can still take, how much the packed copies may have."""
+SHARE_OF_MEMORY = 1 / 16
+"""Of the machine's, where what is free must not decide: for these copies, and for the KV cache."""
 
 
 @contextlib.contextmanager
@@ -44,14 +46,18 @@ def prepacked(model: nn.Module) -> Iterator[None]:
             unpack(layer)
 
 
-def packable(model: nn.Module) -> list[nn.Linear]:
+def packable(model: nn.Module, fixed: bool = False) -> list[nn.Linear]:
     """The linear layers of `model` that can be packed: none where that is done already, nor, with a line in the log,
-    where memory is short."""
+    where memory is short.
+
+    Args:
+        fixed: what the machine has decides, not what is free: packed layers have other last bits.
+    """
     if any(isinstance(vars(module).get("forward"), _Product) for module in model.modules()):
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and _takes(module)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    room = SHARE_OF_FREE_MEMORY * device.host_memory()
+    room = SHARE_OF_MEMORY * device.total_memory() if fixed else SHARE_OF_FREE_MEMORY * device.host_memory()
     if size > room:
         logger.info("weights are not prepacked: %.1f GB, %.1f GB allowed", size / 1e9, room / 1e9)
         return []

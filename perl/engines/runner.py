@@ -24,9 +24,6 @@ from perl.records import Sampling
 if TYPE_CHECKING:
     from perl.device import Kernel
 
-CACHE_SHARE = 0.5
-"""Of the memory that is free, how much the KV cache may take where no bound is given."""
-
 
 @dataclass(slots=True)
 class Rows:
@@ -204,8 +201,7 @@ class Runner:
             a_token = sum(
                 states.shape[-3] * states.shape[-1] * states.element_size() for pair in like for states in pair
             )
-            free = int(max(0, device.available_memory() - decoder.reserved) * CACHE_SHARE) // a_token
-            shape = rows, max_seq_len, decoder.max_batch_tokens or free
+            shape = rows, max_seq_len, decoder.max_batch_tokens or decoder.room() // a_token
             cache = RowCache(like, *shape) if self.block_size is None else BlockCache(like, *shape, self.block_size)
             decoder.cache = cache
         elif rows > cache.max_num_seqs or longest > cache.max_seq_len:

@@ -19,6 +19,7 @@ from perl import device
 from perl.adapters.none import RolloutCopies
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
+from perl.config.derived import draws_alike
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
 from perl.engines.base import Engine, Feed, InProcess, evaluation_mode
@@ -90,7 +91,9 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         config, generation_config = rules.rollout, rules.generation_config
         require_possible(rules.generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
-        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, rules.dtype)
+        alike = draws_alike(config)
+        self.merge = RolloutMerge(model, config.merge_adapter, fixed=alike)
+        self.copies = RolloutCopies(model, rules.dtype)
         self.quantised: QuantisedBase | None = None
         if config.quantization != "none":
             self.itemsize = SCHEMES[config.quantization].bits / 8
@@ -122,6 +125,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             context=None,
             applied=functools.partial(self._measured, rules.dtype),
             generation_kwargs=further,
+            fixed=alike,
             **self._settings,
         )
 

@@ -27,7 +27,7 @@ from perl.adapters.layers import adapted_layers
 from perl.adapters.none import NO_ADAPTER, has_adapter
 from perl.base.errors import UserError
 from perl.base.files import passing_folder
-from perl.device.sharding import Gather, resharded, whole, whole_of
+from perl.device.sharding import Gather, resharded, unwrapped, whole, whole_of
 from perl.engines.vllm import cannot_serve, max_lora_rank
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 """Files here never reach a disk."""
-WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Parts of a parameter's name that are not the model's own."""
 
 
 class VLLMSync:
@@ -133,7 +131,7 @@ def save_adapter(model: Any, gather: Gather, folder: Path) -> None:
     from safetensors.torch import save_file
 
     def named() -> dict[str, nn.Parameter]:
-        return {_unwrapped(name): p for name, p in model.named_parameters() if model.prefix in name}
+        return {unwrapped(name): p for name, p in model.named_parameters() if model.prefix in name}
 
     with resharded(model), gather(list(named().values())):
         tensors = {name: whole(p).cpu() for name, p in named().items()}
@@ -149,7 +147,7 @@ def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tens
     """Each weight of the base with the adapter in it, if there is one, in the base's dtype; the model itself is only
     read."""
     with resharded(model), gather(list(model.parameters())):
-        layers = {_unwrapped(layer.name): layer for layer in adapted_layers(model)}
+        layers = {unwrapped(layer.name): layer for layer in adapted_layers(model)}
         for layer in layers.values():
             if why := layer.cannot_merge():
                 raise UserError(
@@ -162,10 +160,10 @@ def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tens
                 model.prefix in full_name
                 or "original_module" in full_name
                 or ".ranknum." in full_name  # AdaLoRA's scale
-                or not _unwrapped(full_name).startswith("base_model.")  # the critic's
+                or not unwrapped(full_name).startswith("base_model.")  # the critic's
             ):
                 continue
-            name = _unwrapped(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
+            name = unwrapped(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
             module, _, weight = name.replace("modules_to_save.default.", "").rpartition(".")
             if module in layers:
                 if weight not in merged:
@@ -178,13 +176,7 @@ def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tens
 
 def own_name(name: str) -> str:
     """A layer's name in the checkpoint."""
-    return _unwrapped(name).removeprefix("base_model.model.")
-
-
-def _unwrapped(name: str) -> str:
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    return unwrapped(name).removeprefix("base_model.model.")
 
 
 def odd_layer(model: Any) -> str | None:
@@ -201,7 +193,7 @@ def _model_refuses(options: Mapping[str, Any]) -> str | None:
     from vllm.model_executor.model_loader.utils import get_model_architecture
     from vllm.model_executor.models.interfaces import supports_lora
 
-    known = {name: options[name] for name in ("model", "model_impl", "trust_remote_code") if name in options}
+    known = {name: options[name] for name in ("model", "model_impl") if name in options}
     architecture, _ = get_model_architecture(EngineArgs(**known).create_model_config())
     return None if supports_lora(architecture) else f"vLLM's {architecture.__name__} does not support LoRA"
 

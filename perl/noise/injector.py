@@ -21,7 +21,7 @@ from torch import nn
 
 from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
-from perl.device.sharding import local, resharded, shard_of, whole
+from perl.device.sharding import local, resharded, shard_of, unwrapped, whole
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str], exclude_patter
     """The norm modules whose name holds a target pattern and no excluded one, in the model's order. One that an adapter
     trains (ln_tuning) is the trained copy, which computes, under the name of the one that it stands for."""
     norms = {
-        name.removesuffix(".ln_tuning_layers.default"): module
+        unwrapped(name).removesuffix(".ln_tuning_layers.default"): module
         for name, module in model.named_modules()
         if is_norm(module) and computes(name)
     }

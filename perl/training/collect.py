@@ -148,13 +148,18 @@ class Collector:
         """What a checkpoint holds of the batches that are drawn ahead: tensors and plain values."""
         versions, made = {batch.weights.version for batch in self.ahead}, self.state().global_step
         policies = {version: self.engine.state(version, own=version == made) for version in versions}
-        return [{"first": b.first, "weights": asdict(b.weights), **policies[b.weights.version]} for b in self.ahead]
+        return [
+            {"first": b.first, "weights": asdict(b.weights), "lag": self.batches_ahead, **policies[b.weights.version]}
+            for b in self.ahead
+        ]
 
     def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
-        """Have the engine draw what `ahead` was of, by the same policies. Every process must come here."""
+        """Have the engine draw what `ahead` was of, by the same policies; or newer ones where these are older than the
+        lag is now. Every process must come here."""
         for batch in ahead:
             weights = Weights(**batch["weights"])
-            if self.max_resample_factor is not None or not self.engine.publish_again(weights, batch):
+            too_old = self.max_resample_factor is not None or batch.get("lag", 0) > self.batches_ahead
+            if too_old or not self.engine.publish_again(weights, batch):
                 count = self.stream.next - batch["first"]
                 log.info("rollouts: %d prompts that were drawn ahead are drawn again, by newer weights", count)
                 self.stream.next = batch["first"]

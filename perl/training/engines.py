@@ -18,6 +18,7 @@ from accelerate import Accelerator, DistributedType
 from perl.adapters.none import autocast_dtype
 from perl.base.errors import UserError
 from perl.config.derived import batches_ahead, correction_of, drawn_at_once, pieces_of
+from perl.device.numerics import Numerics
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_copy import TorchCopy
@@ -93,7 +94,6 @@ class Drawing:
             "max_model_len": args.vllm_max_model_length,
             "max_num_seqs": rows,
             "model_impl": args.vllm_model_impl,
-            "trust_remote_code": args.trust_remote_code,
         }
 
 
@@ -248,7 +248,7 @@ def _open_pool(drawing: Drawing) -> WorkerPool:
         piece_size=drawing.piece_size,
         newest=bool(rollout.max_staleness),
         talks=_talks(drawing),
-        threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
+        numerics=Numerics.now(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1),
     )
     name = "local" if rollout.executor == "processes" else "ray"
     taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

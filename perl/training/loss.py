@@ -239,8 +239,8 @@ def add_up(losses: torch.Tensor, mask: torch.Tensor, settings: LossSettings, upd
     """[]: the losses of the tokens ([rows, tokens], or [rows, 1] for all of a row) as a micro-batch's part of the loss.
 
     grpo and sapo: a mean over each row's tokens, then over rows. dr_grpo: rows are divided by max_completion_length
-    (arXiv 2503.20783). luspo: by nothing (arXiv 2602.05261). dapo, cispo, vespo: a mean over the update's tokens. bnpo:
-    over the micro-batch's."""
+    (arXiv 2503.20783). luspo: by nothing (arXiv 2602.05261). dapo, cispo, vespo: a mean over the update's tokens, of
+    several updates of a rollout over the mean one's. bnpo: over the micro-batch's."""
     counted = losses * mask
     match settings.loss_type:
         case "grpo" | "sapo":

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from perl.base.errors import RankError, UserError
+from perl.base.errors import RankError, UserError, say_once
 from perl.config.derived import batches_ahead, correction_of
 from perl.device import to_device
 from perl.engines.base import evaluation_mode
@@ -58,6 +58,8 @@ at different places (autocast, packing, the cache): random weights, whose every 
 logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
 layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
 SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
+SUSPICIOUS, GROWN = 0.01, 4.0
+"""A difference within TOLERANCE is told of above so many nats, and so many times the first one."""
 PASS_TOKENS = 16_384
 """Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
 by layer."""
@@ -232,6 +234,7 @@ class SamplerCheck:
         quantised: the engine draws with a quantised base, and the trainer's own is another one.
         noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
         tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
+        first: that difference as workers drew for the first time.
     """
 
     samplers: Samplers
@@ -244,6 +247,7 @@ class SamplerCheck:
     quantised: bool = False
     noise_of_all: bool = False
     tolerance: float | None = None
+    first: float | None = None
 
     @classmethod
     def of(cls, config: Config, **parts: Any) -> SamplerCheck:
@@ -300,6 +304,7 @@ class SamplerCheck:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
         if count and engine.remote:
             self.metrics.value("rollout/engine_mismatch", total / count)
+            self._tell_growth(total / count)
         if self.quantised:
             if self.exact and not self.noise_of_all:  # no pass over all rows for the log alone
                 few, trainer_of_few, drawn = batch.select(some), trainer[list(some)], drawn[list(some)]
@@ -309,6 +314,17 @@ class SamplerCheck:
                 self._measure_drift(few, trainer_of_few, drawn)
         if self.exact:
             batch.sampler = trainer.masked_fill(~known, math.nan)
+
+    def _tell_growth(self, apart: float) -> None:
+        """In 16 bits rounding may leave more than an adapter changes at first: one line where workers are further from
+        the trainer than rounding was."""
+        self.first = apart if self.first is None else self.first
+        if self.tolerance is not None and SUSPICIOUS < apart <= self.tolerance and apart > GROWN * self.first:
+            say_once(
+                f"rollout: the workers' log-probabilities are {apart:.2g} nats from the trainer's, and were"
+                f" {self.first:.2g} at first: rounding may reach {self.tolerance:.2g}, but workers that draw without"
+                " their adapter, or with a stale cache, look like this (rollout/engine_mismatch)"
+            )
 
     def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
         """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence

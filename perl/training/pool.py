@@ -212,10 +212,16 @@ class PoolEngine:
         """By optimizer steps: noise is drawn on the same weights again and again."""
         return {weights.version: sent.payload for weights, sent in self.sent.items()}
 
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank needs what is sent: the main process sends it, and the others read it where the trainer
+        computes what an older policy has drawn (`published`)."""
+        return self.processes.rank == 0 or self._most > 1
+
     def _packed(self) -> Payload:
         """Inside of `_changing`. Every process must come here."""
         noise = self.local.noise
-        return to_bytes(delivered(self.local.model)), [] if noise is None else list(noise.rms)
+        return to_bytes(delivered(self.local.model), self._reads), [] if noise is None else list(noise.rms)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -232,9 +238,7 @@ class PoolEngine:
         held = self._held(self.local.model, noise, weights)
         if noise is not None:
             self._realized = {"aqn/sigma_realized": noise.realized_sigma}
-        # The other ranks read it where the trainer computes what an older policy has drawn (`published`).
-        read = self.processes.rank == 0 or self._most > 1
-        self.sent[weights] = Sent(Version(self.run, weights, held), payload if read else None)
+        self.sent[weights] = Sent(Version(self.run, weights, held), payload if self._reads else None)
         while len(self.sent) > self._most:
             self.sent.pop(next(iter(self.sent)))
 
@@ -271,7 +275,7 @@ class PoolEngine:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is read alone
             policy = None if own else torch.frombuffer(payload, dtype=torch.uint8)
-        return {"policy": policy, "rms": rms, "piece_size": self._size}
+        return {"policy": policy, "rms": rms}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
         answer = [state]
@@ -281,13 +285,6 @@ class PoolEngine:
         if self.newest or "policy" not in state:
             return False
         self.local.weights = weights
-        self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
-        if state["piece_size"] != self._size:
-            log.warning(
-                "rollouts: the run was begun with pieces of %d, now of %d: its last bits will be others; write"
-                " --config.rollout.piece_size %d",
-                state["piece_size"], self._size, state["piece_size"],
-            )  # fmt: skip
         if weights in self.sent:
             return True
         if self.local.noise is not None:

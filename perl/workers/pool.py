@@ -20,7 +20,7 @@ import math
 import pickle
 import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,9 @@ MAX_FAILED_STARTS = 3
 MAX_DEATHS_WITHOUT_PROGRESS = 16
 """So is one that dies more often than this without finishing a request. While those that kill are being found, a
 healthy worker may die several times in a row."""
+MAX_ENDED = 4
+"""Workers that something from outside, such as the kernel where memory is used up, ends at one request: where all are
+needed, the work ends then."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long workers get to end by themselves once the work is done."""
 PREFETCH = 1.25
@@ -155,6 +158,8 @@ class WorkerPool:
         self._engine_works, self._all_needed = engine_works, all_needed
         self._reason = ""
         """Of the last death."""
+        self._ended: Counter[RequestId] = Counter()
+        """Workers that something from outside has ended, by what they were at."""
         self._raised: list[str] | None = None
         """By a worker at its work, `alike`, since something was completed."""
         self._pending: deque[Request] = deque()
@@ -385,6 +390,11 @@ class WorkerPool:
                 raise WorkerError(f"an error came back before anything else was completed: {reason}")
             self._raised = raised
         if self._all_needed and from_outside:  # in the retries each would have an engine for itself
+            if held and was_ready:
+                at_work = held[0].id
+                self._ended[at_work] += 1
+                if self._ended[at_work] == MAX_ENDED:
+                    raise WorkerError(f"one of the {self._job.unit} ended {MAX_ENDED} workers, the last one: {reason}")
             self._go_back(held)
         else:
             self._retries.bisect(index, held, reason)

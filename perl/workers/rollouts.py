@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from perl.base.errors import UserError
+from perl.device.numerics import Numerics
 from perl.engines.base import Engine
 from perl.records import Completion, Prompt, Trajectory, Weights
 from perl.workers.conversations import Talks
@@ -83,16 +84,14 @@ class RolloutJob:
     """An engine decodes pieces together, as they come; else each with no others."""
     talks: Talks | None
     """With an environment."""
-    threads: int
-    """Of a CPU's cores, for each worker: a sum that is divided otherwise has other last bits."""
+    numerics: Numerics
+    """The trainer's, for each worker."""
 
     def paths(self, weights: Version) -> list[str]:
         return [self.base, *(self.talks.paths if self.talks else ())]
 
     def serve(self, weights: Version, inbox: Inbox) -> Iterator[WorkerEvent]:
-        import torch
-
-        torch.set_num_threads(self.threads)
+        self.numerics.take()
         copy = self.open_copy()
         pieces = max(1, copy.max_num_seqs // self.piece_size) if self.newest else 1
         with contextlib.nullcontext() if self.talks is None else self.talks.opened() as conversations:

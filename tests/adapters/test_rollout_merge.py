@@ -54,7 +54,7 @@ def logits(model):
 def way(request, monkeypatch):
     """How a float32 model is merged: into oneDNN's copies of its weights, or, as on an accelerator, in place."""
     if request.param == "in place":
-        monkeypatch.setattr(rollout_merge, "packable", lambda model: [])
+        monkeypatch.setattr(rollout_merge, "packable", lambda *_: [])
     return request.param
 
 

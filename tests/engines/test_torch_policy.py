@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,32 @@ def test_the_cache_leaves_what_the_first_updates_will_allocate(monkeypatch):
     assert cached(1) == (2_000_000 - 4 * (count - trained[0].numel())) // 2 // 768
     monkeypatch.setattr(device, "free_memory", lambda: 12 * count - 1)
     assert cached(0) == 0  # one sequence after the other
+
+
+@pytest.mark.parametrize("rollout", [{"piece_size": 3}, {"workers": 2}])
+def test_where_pieces_are_drawn_free_memory_decides_nothing(rollout, monkeypatch):
+    """It decided which layers are packed and which rows are decoded together, so that runs with one and with four
+    workers had other last bits."""
+    asked = []
+    monkeypatch.setattr(device, "host_memory", lambda: asked.append(1) or 2**30)
+    drawn(make_engine(rollout=rollout))
+    assert asked == []
+    drawn(make_engine(rollout={"workers": 2, "max_staleness": 1}))
+    assert asked
+
+
+def test_a_cache_of_pieces_has_its_share_of_the_whole_memory(monkeypatch):
+    """A token is 768 bytes; on an accelerator it is half of what the weights leave."""
+    monkeypatch.setattr(device, "total_memory", lambda: 16 * 768 * 100)
+    made = []
+    monkeypatch.setattr(runner, "RowCache", lambda *args: made.append(args[3]) or RowCache(*args))
+    engine = make_engine(rollout={"piece_size": 3})
+    drawn(engine)
+    assert made == [100, 100]
+    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    engine.decoder.model = SimpleNamespace(device=torch.device("meta"), parameters=engine.model.parameters)
+    monkeypatch.setattr(device, "total_memory", lambda: weights + 1000)
+    assert engine.decoder.room() == 500
 
 
 def test_a_workers_copy_keeps_no_memory_free_for_an_update(monkeypatch, tmp_path):

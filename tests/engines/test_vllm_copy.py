@@ -183,17 +183,22 @@ def test_what_a_trainer_says_that_it_sent_is_of_scale_adapter_and_noise(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("rollout", "tensor_parallel", "said"),
+    ("rollout", "training", "said"),
     [
-        ({"engine": "vllm", "workers": 2, "piece_size": 4}, 1, None),
-        ({"engine": "vllm", "piece_size": 4}, 1, "without workers engine fast alone draws in pieces"),
-        ({"engine": "generate", "workers": 2}, 1, "workers draw with engine fast or vllm"),
-        ({"engine": "vllm", "workers": 2}, 2, "vllm_tensor_parallel_size 2: a worker has one device"),
+        ({"engine": "vllm", "workers": 2, "piece_size": 4}, {}, None),
+        ({"engine": "vllm", "piece_size": 4}, {}, "without workers engine fast alone draws in pieces"),
+        ({"engine": "generate", "workers": 2}, {}, "workers draw with engine fast or vllm"),
+        (
+            {"engine": "vllm", "workers": 2},
+            {"vllm_tensor_parallel_size": 2},
+            "vllm_tensor_parallel_size 2: a worker has one device",
+        ),
+        ({"workers": 2}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 true: workers hold the head as"),
+        ({}, {"cast_lm_head_to_fp32": True}, None),
     ],
 )
-def test_what_workers_with_vllm_take(rollout, tensor_parallel, said):
-    values: Any = SimpleNamespace(
-        rollout=RolloutConfig(**rollout), training=SimpleNamespace(vllm_tensor_parallel_size=tensor_parallel)
-    )
+def test_what_workers_take(rollout, training, said):
+    fields = {"vllm_tensor_parallel_size": 1, "cast_lm_head_to_fp32": False, **training}
+    values: Any = SimpleNamespace(rollout=RolloutConfig(**rollout), training=SimpleNamespace(**fields))
     with nullcontext() if said is None else pytest.raises(UserError, match=said):
         check_workers(values)

@@ -279,6 +279,20 @@ def test_what_was_drawn_ahead_is_drawn_again_where_groups_are_chosen_now(caplog)
     assert positions_of(rows) == [2, 3]
 
 
+def test_what_was_drawn_ahead_is_drawn_again_where_the_lag_is_smaller_now(caplog):
+    """It was trained on all the same, uncorrected with a lag of 0."""
+    caplog.set_level("INFO")
+    collector = by_hand("uuuuuu", 2)
+    collector.max_resample_factor = None
+    collector.engine.publish_again = lambda weights, state: True  # type: ignore[method-assign]
+    for lag, most, next_ in ((2, 1, 2), (2, 2, 4), (0, 0, 4)):
+        collector.stream.next, collector.batches_ahead = 4, most
+        collector.ahead.clear()
+        collector.go_on_with([{"first": 2, "weights": asdict(Weights(version=1)), "lag": lag}])
+        assert (collector.stream.next, len(collector.ahead)) == (next_, int(next_ == 4))
+    assert caplog.text.count("2 prompts that were drawn ahead are drawn again, by newer weights") == 1
+
+
 @pytest.mark.parametrize(("remote", "forwards"), [(False, 1), (True, 0)])
 def test_the_flops_of_workers_are_not_the_trainers(remote, forwards):
     collector = by_hand("uu", 2)

@@ -51,6 +51,14 @@ class Exits(Job):
         os._exit(7)
 
 
+class OutOfMemory(Job):
+    """Is killed at one piece, whoever takes it."""
+
+    def fail(self, request):
+        if request.id[1] == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def pieces(call: int, count: int) -> list[Piece]:
     return [Piece((call, place), ()) for place in range(count)]
 
@@ -95,6 +103,15 @@ def test_what_ends_workers_from_outside_ends_no_work_of_which_all_is_needed(tmp_
         ((_, drawn),) = polled(pool)
     assert drawn.error is None
     assert pool.restarts == 2
+
+
+def test_a_piece_that_each_worker_is_killed_at_ends_the_work(tmp_path: Path):
+    """It was tried until every worker had died 17 times."""
+    with WorkerPool(LocalExecutor(2, 1), OutOfMemory(), tmp_path, all_needed=True) as pool:
+        pool.submit("weights", pieces(0, 5))
+        with pytest.raises(WorkerError, match=r"one of the pieces ended 4 workers, the last one: killed by SIGKILL \("):
+            polled(pool)
+    assert sum(worker.starts for worker in pool.workers) <= 4 + 2
 
 
 def test_a_worker_that_ends_by_itself_has_failed(tmp_path: Path):

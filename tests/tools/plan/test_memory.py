@@ -13,7 +13,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from perl.adapters import ADAPTERS
 from perl.config.schema import CriticConfig, PeftConfig
-from perl.engines import runner, scheduler
+from perl.engines import decoder, scheduler
 from perl.engines.cache import BLOCK_SIZE, BlockCache, RowCache
 from perl.models.folders import load_model
 from perl.records import Trajectory
@@ -330,7 +330,7 @@ def test_the_sizes_of_other_peoples_buffers_are_theirs():
     config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig()
     assert (config.reduce_bucket_size, config.max_live_parameters) == (memory.REDUCE_BUCKET, memory.LIVE_PARAMETERS)
     assert memory.LOGIT_TILE == (TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE)
-    assert (memory.CACHE_SHARE, memory.PREFILL_TOKENS) == (runner.CACHE_SHARE, scheduler.PREFILL_TOKENS)
+    assert (memory.CACHE_SHARE, memory.PREFILL_TOKENS) == (decoder.CACHE_SHARE, scheduler.PREFILL_TOKENS)
 
 
 def test_parameters_are_counted_without_weights():
