@@ -39,7 +39,7 @@ def llama3_calls(text: str) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     while rest.startswith("{"):
         try:
-            _, end = json.JSONDecoder().raw_decode(rest)
+            _, end = json.JSONDecoder(strict=False).raw_decode(rest)
         except (ValueError, RecursionError):
             end = len(rest)
         if not (tagged or calls or _states_a_call(rest[:end])):
@@ -104,7 +104,7 @@ def _call(text: str) -> Call:
 def _read(text: str) -> Any:
     """What files and other processes take too. Raises ValueError, or RecursionError."""
     read = json.loads(text, strict=False)  # models leave line breaks in strings as they are
-    json.dumps(read, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    json.dumps(read, ensure_ascii=False, allow_nan=False).encode()  # half of a surrogate pair is no text, NaN no JSON
     level, depth = [read], 0
     while nested := [one for one in level if isinstance(one, dict | list)]:
         if (depth := depth + 1) > DEEPEST:

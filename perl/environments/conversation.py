@@ -369,7 +369,8 @@ class _Talk:
             columns = {**row.row, "prompt": messages}
         if (prompt := replace(row, prompt_ids=ids).next_prompt()).sampling.max_new_tokens < 1:
             # The row keeps its own prompt: it stays in the batch, and is computed.
-            self._fail(row, f"the prompt's {len(ids)} tokens leave no room in the model's context")
+            assert row.asked is not None
+            self._fail(row, f"the prompt's {len(ids)} tokens leave no room in a context of {row.asked.longest}")
             return
         row.prompt_ids, row.row = ids, columns
         self._give(row, prompt)

@@ -24,16 +24,15 @@ def row_of_sample(sample: Sample) -> dict[str, Any]:
 
 
 def trajectory_of(prompt: Prompt, key: str, sample: int, row: dict[str, Any], context: int | None) -> Trajectory:
-    """A conversation to have. What `reset` adds to its prompt takes of max_new_tokens: an engine may hold no more than
-    the prompts as they were, and these.
+    """A conversation to have.
 
     Args:
         key: the problem's, and `sample`, which of its conversations.
         row: what the environment's reset gets.
-        context: most tokens of a prompt and all that follows it; None: any number.
+        context: most tokens of a prompt, with what `reset` adds to it, and all that follows it. None: the model names
+            none; the engine holds the prompt as it was and max_new_tokens, of which `reset` takes then.
     """
-    longest = len(prompt.token_ids) + prompt.sampling.max_new_tokens
-    longest = longest if context is None else min(longest, context)
+    longest = len(prompt.token_ids) + prompt.sampling.max_new_tokens if context is None else context
     asked = Asked(sampling=prompt.sampling, key=key, longest=longest, adapter=prompt.adapter)
     return Trajectory(row=row, position=0, sample=sample, prompt_ids=prompt.token_ids, asked=asked)
 

@@ -8,7 +8,7 @@ import logging
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ from perl.workers.worker import EngineJob, Request
 log = logging.getLogger(__name__)
 
 MERGE_REPORT = "merge.json"
+OF_A_CONVERSATION = ("tools", "factory", "max_turns", "max_observation_tokens", "tool_call_parser")
+"""Fields of the environment that its tokens depend on."""
 CONTEXT_STEP = 1024
 """vLLM compiles a model again for each length of context, and keeps what it has compiled: few lengths, few times."""
 
@@ -195,10 +197,21 @@ def warn_of_training(config: EvalConfig, folders: Iterable[Path]) -> None:
 
 
 def _in_conversations(config: EvalConfig, environment: dict[str, Any]) -> str | None:
-    flags = environment_flags(environment)
-    if config.environment.used or not flags:
+    if not (flags := environment_flags(environment)):
         return None
-    return f"in conversations, and its first turn alone is scored; write {shlex.join(flags)}"
+    if not config.environment.used:
+        return f"in conversations, and its first turn alone is scored; write {shlex.join(flags)}"
+    ours = asdict(config.environment)
+    if other := [name for name in OF_A_CONVERSATION if _named(ours[name]) != _named(environment.get(name, ours[name]))]:
+        return f"in conversations of other settings ({', '.join(other)}); write {shlex.join(flags)}"
+    return None
+
+
+def _named(value: Any) -> Any:
+    """A user's file by its name: it may have moved, and each command has its own working directory."""
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    return Path(value).name if isinstance(value, str) else value
 
 
 def _above_another_base(config: EvalConfig, rollout: dict[str, Any]) -> str | None:
@@ -271,7 +284,10 @@ def engine_options(setup: Setup, samples: Collection[Sample]) -> dict[str, Any]:
 
 def needed_context(setup: Setup, samples: Iterable[Sample]) -> int:
     """Tokens of the longest prompt and completion of `samples`, within what is allowed: a cache for a context of 128k
-    that nobody uses would not fit. Rounded up for vLLM, to CONTEXT_STEP."""
+    that nobody uses would not fit. Rounded up for vLLM, to CONTEXT_STEP. All that is allowed where an environment's
+    reset may add to the prompts."""
+    if setup.config.environment.factory is not None and setup.context:
+        return setup.context
     needed = max(len(sample.token_ids) + sample.sampling.max_new_tokens for sample in samples)
     if setup.config.use_vllm:
         needed = math.ceil(needed / CONTEXT_STEP) * CONTEXT_STEP

@@ -376,7 +376,7 @@ def _check_trls(
             )
         if unknown[0] in OF_ENVIRONMENTS:
             raise UserError(
-                f"{FLAG}: {name}: nothing is given to {call} as {unknown[0]} without tools or an environment; write"
+                f"{FLAG}: {name}: nothing is given to {call} as {unknown[0]} but of conversations, in a training with"
                 " --config.environment.tools or --config.environment.factory"
             )
         raise UserError(

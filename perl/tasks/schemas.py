@@ -23,6 +23,9 @@ SCHEMAS = {
     "guide": "prompt, answer",
     "prompt": "prompt, question or problem alone",
 }
+READ = {"prompt", "question", "problem", "answer", "solution"}
+READ |= {"reward_model", "data_source", "source", "extra_info", "images"}
+"""Columns that Fields is made of."""
 CALLS = "tool_calls"
 """Of a message, which chat templates word besides the content. It is refused, and not kept: Arrow would make one type
 of all calls' arguments."""

@@ -17,6 +17,7 @@ import yaml
 from perl.base.errors import UserError
 from perl.base.files import atomic_write, read_json
 from perl.records import Problem
+from perl.tasks.schemas import READ
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,12 @@ class Problems(TypedDict):
 
 
 def problem_hash(problem: Problem) -> str:
-    """BLAKE2b of the problem's content: 16 hexadecimal digits."""
+    """BLAKE2b of the problem's content: 16 hexadecimal digits. Of the columns that it keeps for an environment's reset
+    those count which nothing else is read of: the words of a game may all have one prompt."""
     parts: list[Any] = [problem.question, problem.messages, problem.gold]
     parts += [hashlib.blake2b(image, digest_size=8).hexdigest() for image in problem.images]
+    if further := sorted((name, value) for name, value in problem.columns.items() if name not in READ):
+        parts.append(further)
     content = json.dumps(parts, ensure_ascii=False)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 

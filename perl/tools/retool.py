@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
         **given,
     )
     by_tool = settings.arm == "tool"
+    if by_tool:
+        with load_environment(environment(settings)).opened():  # what can't be isolated here is said at once
+            pass
     return course.run(
         Course(
             settings=settings,

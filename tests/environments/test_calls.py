@@ -62,6 +62,11 @@ def test_hermes(text, made, rest):
         ('{"name": "Ada", "age": 3}', [], '{"name": "Ada", "age": 3}'),
         ('{"answer": {"name": "f", "parameters": {}}}', [], '{"answer": {"name": "f", "parameters": {}}}'),
         ('{"name": "f", "arguments": {"x": "a\nb"}}', [("f", {"x": "a\nb"})], ""),
+        (
+            '{"name": "f", "parameters": {"x": "a\nb"}}; {"name": "g", "parameters": {}} Done.',
+            [("f", {"x": "a\nb"}), ("g", {})],
+            "Done.",
+        ),
         ("it is 5", [], "it is 5"),
         (
             '{"name": "f", "parameters": {',
@@ -74,6 +79,13 @@ def test_hermes(text, made, rest):
 )
 def test_llama3_json(text, made, rest):
     assert calls("llama3_json", text) == (made, rest)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_is_none_is_no_json(number):
+    """It stood in samples.jsonl, which other programs could not read then."""
+    ((said,), _) = calls("hermes", f'<tool_call>{{"name": "f", "arguments": {{"x": {number}}}}}</tool_call>')
+    assert said.startswith("the call is no JSON: Out of range")
 
 
 def test_a_thought_that_the_prompt_has_opened():

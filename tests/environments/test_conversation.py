@@ -105,6 +105,23 @@ def test_a_scored_conversation_begins_when_others_have_ended(failing):
     assert len(conversations.source.instances) == Environment.made - failing
 
 
+@pytest.mark.parametrize(("context", "failure"), [(4096, None), (None, "the prompt's ")])
+def test_what_reset_adds_takes_no_tokens_of_a_score_as_of_no_training(context, failure):
+    """It was taken of max_new_tokens, and every sample was wrong where the training was fine."""
+
+    class Long(Guess):
+        def reset(self, gold, **kwargs):
+            return super().reset(gold) + "x" * 500
+
+    conversations = talking(TOKENIZER, source=guesses(Long))
+    (row,) = rows_of(conversations, 1, gold="7")
+    prompt = Prompt(token_ids=row.prompt_ids, seed=0, sampling=Sampling(max_new_tokens=50))
+    asked = trajectory_of(prompt, "0", 0, row.row, context)
+    ((_, talked),) = converse(conversations, saying("7"), [asked])
+    assert (talked.error or "").startswith(failure or "")
+    assert (talked.error is None) == (failure is None)
+
+
 def test_a_call_its_result_and_the_answer():
     (row,) = talk(saying(f"so {CALL}", "5"))
     assert row.completion == [
@@ -922,7 +939,7 @@ def test_what_the_engine_could_not_draw_is_a_failure():
 
 def test_a_prompt_that_leaves_no_room():
     (row,) = talk(saying("5"), context=20)
-    assert "leave no room in the model's context" in (row.failure or "")
+    assert "leave no room in a context of 20" in (row.failure or "")
 
 
 def test_what_reset_has_added_and_has_no_room_is_not_kept():
@@ -936,7 +953,7 @@ def test_what_reset_has_added_and_has_no_room_is_not_kept():
     rows = rows_of(conversations, 1, context=4096, gold="7")
     before = rows[0].prompt_ids, rows[0].row
     list(conversations.run(rows, saying("7")))
-    assert rows[0].failure == f"the prompt's {len(before[0]) + 5000} tokens leave no room in the model's context"
+    assert rows[0].failure == f"the prompt's {len(before[0]) + 5000} tokens leave no room in a context of 4096"
     assert (rows[0].prompt_ids, rows[0].row) == before
 
 

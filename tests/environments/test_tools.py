@@ -287,6 +287,10 @@ TOOLS = ["--config.environment.tools", '["python"]']
             "--config.training.vllm_tensor_parallel_size 2: processes that share an engine",
         ),
         (
+            ["--config.rollout.engine", "vllm", "--config.training.generation_kwargs", '{"stop": ["</tool_call>"]}'],
+            "--config.training.generation_kwargs: with --config.environment.tools a completion that a string ends",
+        ),
+        (
             ["--config.dataset.truncation", "left", "--config.dataset.filter_overlong_prompts", "false"],
             "--config.dataset.truncation left: a prompt that lists tools can't be cut",
         ),
@@ -362,7 +366,7 @@ def test_a_reward_function_of_trls_that_needs_environments(tmp_path):
         context = reward_context(parse([*TOOLS, *flags]).build(processes=1), grader)
         (own,) = build_rewards([name], context)
         assert own(completions=["a"], environments=[SimpleNamespace(score=0.5)]) == [0.5]
-        with pytest.raises(UserError, match="as environments without tools or an environment; write"):
+        with pytest.raises(UserError, match="as environments but of conversations, in a training with"):
             build_rewards([name], reward_context(parse(flags).build(processes=1), grader))
         flags += ["--config.rollout.workers", "1"]
         with pytest.raises(UserError, match=r"as environments where rollout\.workers have them; write"):

@@ -122,7 +122,7 @@ def test_a_system_prompt_of_several_lines_is_said_in_one(config, tmp_path, caplo
 
 
 def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config, tmp_path, caplog):
-    """Two checkpoints of one run are told of once; with an environment nothing is."""
+    """Two checkpoints of one run are told of once; with the same environment, wherever its file lies, nothing is."""
     caplog.set_level(logging.WARNING)
     group = asdict(EnvironmentConfig(tools=["python", "own tools.py:add"], max_turns=4))
     for name, environment in (("run", group), ("plain", asdict(EnvironmentConfig()))):
@@ -135,5 +135,11 @@ def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config
         f"{tmp_path}/run/adapter was trained in conversations, and its first turn alone is scored; write"
         """ --environment.tools '["python", "own tools.py:add"]' --environment.max_turns 4"""
     )
-    warn_of_training(replace(config, environment=EnvironmentConfig(tools=["python"])), folders)
+    same = EnvironmentConfig(tools=["python", "elsewhere/own tools.py:add"], max_turns=4, tool_timeout_s=9)
+    warn_of_training(replace(config, environment=same), folders)
     assert len(caplog.records) == 1
+    warn_of_training(replace(config, environment=EnvironmentConfig(tools=["python"])), folders)
+    assert caplog.records[1].getMessage() == (
+        f"{tmp_path}/run/adapter was trained in conversations of other settings (tools, max_turns); write"
+        """ --environment.tools '["python", "own tools.py:add"]' --environment.max_turns 4"""
+    )

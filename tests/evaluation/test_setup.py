@@ -3,8 +3,17 @@ from types import SimpleNamespace
 import pytest
 
 from perl.config.evaluation import EvalConfig
+from perl.config.schema import EnvironmentConfig
 from perl.evaluation.setup import needed_context
 from perl.records import Sampling
+
+
+@pytest.mark.parametrize("allowed", [None, 4096])
+def test_an_environments_reset_may_add_to_a_prompt(allowed):
+    environment = EnvironmentConfig(factory="games.py:Game")
+    config = EvalConfig(model="m", dataset="d", environment=environment)
+    samples = [SimpleNamespace(token_ids=[0] * 200, sampling=Sampling(max_new_tokens=512))]
+    assert needed_context(SimpleNamespace(config=config, context=allowed), samples) == (allowed or 712)
 
 
 @pytest.mark.parametrize(

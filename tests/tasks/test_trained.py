@@ -1,6 +1,7 @@
 """trained_problems.json: what a run writes down of its data, and what is read of it next to an adapter."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,14 @@ def test_a_problem_is_its_question_messages_and_gold():
     assert problem_hash(one) == problem_hash(Problem(task="math", question="1 + 2 ?", gold="3", source="b.jsonl:7"))
     assert problem_hash(one) != problem_hash(Problem(task="gsm8k", question="1 + 2 ?", gold="4"))
     assert len(problem_hash(one)) == 16
+
+
+def test_of_rows_for_an_environment_what_reset_alone_is_given_counts():
+    """The words of a game may all have one prompt: they were one problem, and one cluster."""
+    plain = Problem(task="", question="Play.", gold="")
+    first, other = (replace(plain, columns={"word": word, "question": "Play."}) for word in ("apple", "grape"))
+    assert problem_hash(first) != problem_hash(other)
+    assert problem_hash(replace(plain, columns={"question": "Play.", "answer": "7"})) == problem_hash(plain)
 
 
 def test_a_run_that_goes_on_keeps_the_problems_of_the_run_before(tmp_path):

@@ -220,6 +220,22 @@ def test_exit_codes_and_json(capsys):
     assert f"{FILE}:substring: faulty, by 3 rows" in capsys.readouterr().out
 
 
+def test_a_function_in_verls_form_with_further_arguments_and_one_of_conversations(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, points):\n"
+        "    words = solution_str.split()\n"
+        "    return float(points) if words and words[-1] == f'#### {ground_truth}'.split()[-1] else 0.0\n"
+        "def of_turns(completions, environments, **others):\n    return [0.0] * len(completions)\n"
+    )
+    with pytest.raises(UserError, match=r"nothing is given to compute_score as points; .* and --kwargs gives more"):
+        main(["audit", f"{file}:compute_score"])
+    main(["audit", f"{file}:compute_score", "--kwargs", '{"points": 2}', "--rows", "3", "--json"])
+    assert json.loads(capsys.readouterr().out)["probes"]["right"]["texts"] == 3
+    with pytest.raises(UserError, match=r"as environments but of conversations, in a training with"):
+        main(["audit", f"{file}:of_turns"])
+
+
 def test_rows_of_a_file(tmp_path, capsys):
     rows = [{"question": f"{n} apples and {n} more?", "answer": f"#### {2 * n}"} for n in range(3, 9)]
     data = tmp_path / "train.jsonl"
@@ -243,6 +259,8 @@ def test_rows_of_a_file(tmp_path, capsys):
         (["accuracy", "--split", "test"], "--split is of --data; name that too"),
         (["strict", "--task", "math"], "--config.reward.functions strict: only `#### n` counts"),
         (["missing.py:reward"], "no such file"),
+        (["accuracy", "--kwargs", "[1]"], "--kwargs [1]: write a JSON object, such as"),
+        (["accuracy", "--kwargs", '{"points": 2}'], "--kwargs: points is for a function of your own"),
     ],
 )
 def test_mistakes(arguments, said):

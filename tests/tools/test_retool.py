@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.retool import row_of
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.environments.conversation import open_conversations
+from perl.environments.python_tool import PythonTool
 from perl.environments.tools import load_environment
 from perl.models.folders import load_tokenizer
 from perl.prompts import ChatTemplate
@@ -153,6 +155,15 @@ def test_another_arm_needs_another_folder(tmp_path):
     assert course.is_of_this_run(tmp_path, settings())
     with pytest.raises(UserError, match="holds a run with arm tool, not text"):
         course.is_of_this_run(tmp_path, settings(arm="text"))
+    assert course.is_of_this_run(tmp_path, replace(settings(), sandbox="namespaces"))
+
+
+def test_a_sandbox_that_can_not_be_had_is_said_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(PythonTool, "_try", lambda self, level: "not here" if level == "namespaces" else None)
+    command = ["retool", "--output_dir", str(tmp_path / "run"), "--sft_rows", "1", "--grpo_rows", "1"]
+    with pytest.raises(UserError, match=r"can't be isolated by namespaces here: not here; .* or require 'limits'"):
+        main(command)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rich.table import Table
 from perl.base.errors import UserError, lookup
 from perl.grading import Grader
 from perl.records import Problem
-from perl.rewards.files import FLAG, RewardFunction, is_file
+from perl.rewards.files import FLAG, KWARGS_FLAG, RewardFunction, is_file
 from perl.rewards.functions import REWARDS, RewardContext, build_rewards, check_tasks
 from perl.tasks import TASKS, load_problems, problem_of_row
 from perl.tasks.reasoning_gym import TASK as GENERATED
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--form", help=f"how the prompts ask for the answer, as '<answer>{ANSWER}</answer>'; default: as the task does"
     )
     parser.add_argument("--deadline_s", type=float, default=60.0, help="seconds that a call may take; default: 60")
+    parser.add_argument("--kwargs", default="{}", help="JSON: what reward.kwargs gives a function in verl's form")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -79,6 +80,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--rows {args.rows}: write a number from 1")
     if args.form is not None and ANSWER not in args.form:
         raise UserError(f"--form {args.form!r}: no place for the answer; write {ANSWER} where it stands")
+    try:
+        kwargs = json.loads(args.kwargs)
+    except (ValueError, RecursionError):
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise UserError(f"--kwargs {args.kwargs}: write a JSON object, such as '{{\"scale\": 2}}'")
     if args.split is not None and args.data is None:
         raise UserError("--split is of --data; name that too")
     if generated:
@@ -95,11 +102,14 @@ def run(args: argparse.Namespace) -> int:
             f"{args.data or args.name}: no row with an answer and another row with another answer beside it"
         )
     with Grader() as grader:
-        context = RewardContext(grader=grader, max_completion_length=COMPLETION, overlong_cache_length=CACHE)
+        context = RewardContext(
+            grader=grader, max_completion_length=COMPLETION, overlong_cache_length=CACHE, kwargs=kwargs
+        )
         try:
             functions = build_rewards([name], context)
-        except UserError as error:  # in the words of a training's flag
-            raise UserError(f"python -m perl audit: {str(error).removeprefix(f'{FLAG}: ')}") from error
+        except UserError as error:  # in the words of a training's flags
+            said = str(error).removeprefix(f"{FLAG}: ").replace(KWARGS_FLAG, "--kwargs")
+            raise UserError(f"python -m perl audit: {said}") from error
         check_tasks([name], {row.columns["task"] for row in rows if row.columns["task"]})
         found = (
             audit_apart(args.name, functions[0], rows, args.deadline_s)
