@@ -10,6 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from peft import get_peft_model
+
 from perl.adapters import ADAPTERS, Adapter
 from perl.base.errors import UserError, lookup
 from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
@@ -132,41 +135,78 @@ def _check_pattern(name: str, value: str | list[str] | None) -> None:
 
 
 def check_layers(config: PeftConfig, folder: Path) -> None:
-    """Of the shapes of the model in `folder` alone, no weight is read: whether the method finds layers, which can have
-    the values of `config`. What else there is to say of this model is said when it is loaded.
+    """Of the shapes of the model in `folder` alone, no weight is read: whether the method finds the layers that are
+    named, which can have the values of `config`.
 
     Raises:
-        UserError: target_modules names no layer, or one of them can't have a value.
+        UserError: target_modules or exclude_modules names no layer, or one of them can't have a value.
     """
     adapter = ADAPTERS[config.type]
     peft_config = adapter.build(config)
     if peft_config is None or (config.adapter is not None and config.adapter_mode == "continue"):
         return
-    wrapped = _without_weights(folder, peft_config)
-    if wrapped is not None and adapter.fits is not None:
+    if (model := _without_weights(folder)) is None:
+        return
+    for name in TARGETS:
+        _require_found(model, name, getattr(config, name))
+    if (wrapped := _wrapped(model, peft_config, config)) is None:
+        return
+    if adapter.fits is not None:
         adapter.fits(wrapped, config)
+    if hasattr(wrapped.get_output_embeddings(), "base_layer"):
+        raise UserError(
+            f"--config.peft.target_modules {_shown(config.target_modules)}: log-probabilities are computed from the"
+            " output head's own weights, so that an adapter on it would train nothing; leave it out"
+        )
 
 
-def _without_weights(folder: Path, peft_config: Any) -> Any:
-    """The model in `folder`, wrapped, on the meta device; None where the shapes alone do not do for that."""
-    import torch
-    from peft import get_peft_model
-
-    config, linear = folders.load_config(folder), {}
+def _without_weights(folder: Path) -> Any:
+    """The model in `folder` on the meta device; None where its code does not do for that."""
+    config = folders.load_config(folder)
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come again with the weights
-            model = folders.kind_of(config).from_config(config)
-            layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-            linear = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-            return get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+            return folders.kind_of(config).from_config(config)
     except Exception as error:
+        log.debug("the model's shapes alone do not do", exc_info=error)
+        return None
+
+
+def _require_found(model: Any, name: str, value: str | list[str] | None) -> None:
+    """Raise a UserError for a name of a list, or an expression of what is excluded, that is of no module: PEFT takes
+    what it finds of a list, and trains the others."""
+    modules = [module for module, _ in model.named_modules()]
+    if isinstance(value, list):
+        strange = [one for one in value if not any(f".{module}".endswith(f".{one}") for module in modules)]
+    else:  # of those that are targets PEFT finds one, or says so
+        wanted = name == "exclude_modules" and value
+        strange = [value] if wanted and not any(re.fullmatch(value, module) for module in modules) else []
+    if strange:
+        raise UserError(f"--config.peft.{name} {_shown(value)}: the model has no layer {strange[0]}; {_linear(model)}")
+
+
+def _wrapped(model: Any, peft_config: Any, config: PeftConfig) -> Any:
+    """`model` as PEFT wraps it; None where its shapes alone do not do for that."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        flag = f"--config.peft.target_modules {_shown(config.target_modules)}"
         if "not found in the base model" in str(error):
-            shown = ", ".join([*list(linear)[:SHOWN], *(["…"] if len(linear) > SHOWN else [])])
-            named = peft_config.target_modules
-            raise UserError(
-                f"--config.peft.target_modules {named if isinstance(named, str) else sorted(named)}: the model has no"
-                f" such layer; its linear layers are {shown}"
-            ) from error
+            raise UserError(f"{flag}: the model has no such layer; {_linear(model)}") from error
+        said = " ".join(str(error).split())
+        raise UserError(f"{flag}: peft.type {config.type} can't have these layers or values: {said}") from error
+    except Exception as error:
         log.debug("the model's shapes alone do not do for PEFT", exc_info=error)
         return None
+
+
+def _shown(value: str | list[str] | None) -> str:
+    return str(sorted(value) if isinstance(value, list) else value)
+
+
+def _linear(model: Any) -> str:
+    layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    names = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    return f"its linear layers are {', '.join([*names[:SHOWN], *(['…'] if len(names) > SHOWN else [])])}"

@@ -120,11 +120,17 @@ def oft(config: PeftConfig) -> peft.PeftConfig:
 
 
 def check_blocks(model: Any, config: PeftConfig) -> None:
-    """PEFT takes another size where the inputs of a layer can't be cut into blocks of oft_block_size."""
+    """PEFT takes another size where the inputs of a layer can't be cut into blocks of oft_block_size, and has other
+    matrices in an embedding."""
     from peft.tuners.oft.layer import OFTLayer
 
     for name, layer in model.named_modules():
         inputs: Any = layer.in_features if isinstance(layer, OFTLayer) else 0
+        if isinstance(layer, OFTLayer) and hasattr(layer.get_base_layer(), "embedding_dim"):
+            raise UserError(
+                f"--config.peft.target_modules: {name.removeprefix('base_model.model.')} is an embedding, which oft"
+                " can't train; leave it out"
+            )
         if inputs % config.oft_block_size:
             raise UserError(
                 f"--config.peft.oft_block_size {config.oft_block_size}: does not divide the {inputs} inputs"

@@ -25,7 +25,7 @@ from perl.config.checks import check_values
 from perl.config.files import find_files, look_for
 from perl.config.help import add_help
 from perl.config.parser import Parser
-from perl.config.peft_fields import leave_out_other_methods
+from perl.config.peft_fields import leave_out_other_methods, list_names
 from perl.config.ranges import check_numbers
 from perl.config.schema import GROUPS, Groups, RolloutConfig
 from perl.config.unused_flags import RULES, Rule, flags_without_effect
@@ -181,6 +181,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
     warnings += leave_out_other_methods(values, given, written)
+    list_names(values)
     check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
     return Parsed(values=values, warnings=warnings, missing=missing, parser=parser, program=program)

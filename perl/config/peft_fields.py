@@ -3,6 +3,7 @@ above which methods the base may be quantised."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 from jsonargparse import Namespace
@@ -33,6 +34,13 @@ UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora
 
 def reads_of(method: str) -> tuple[str, ...]:
     return READS.get(method, LORA_FIELDS)
+
+
+def list_names(values: Namespace) -> None:
+    """A text that is the name of a layer is a list of one: PEFT would match it, as an expression, with whole paths."""
+    for name in TARGETS:
+        if isinstance(text := values.peft[name], str) and re.fullmatch(r"[\w.]+", text):
+            values.peft[name] = [text]
 
 
 def leave_out_other_methods(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:

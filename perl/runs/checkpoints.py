@@ -8,6 +8,7 @@ RUN/_left_behind/           of an attempt that a resumed run has left behind: ch
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from perl.base.errors import UserError
 from perl.base.files import SAVING, atomic_write, read_json, typed
 from perl.base.paths import checkpoints_in, step_of_checkpoint
+from perl.config.peft_fields import TARGETS
+from perl.models.folders import content_hash
 from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, VALIDATION
 
 if TYPE_CHECKING:
@@ -40,19 +43,22 @@ RESULTS = ("adapter", "model", CRITIC.parent.name)
 FLAG = "--config.training.resume_from_checkpoint"
 AUTO = "auto"
 
+ADAPTER = "peft.adapter"
+
 Made = dict[str, int]
 """What the place in the data is counted in, by name: `made_by`."""
 DECIDED = {
-    "training": ("learning_rate", "weight_decay", "optim"),
-    "peft": ("type", "r", "lora_alpha", "target_modules", "exclude_modules", "lora_plus_lr_ratio", "oft_block_size"),
+    "training": ("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+    "peft": ("adapter_mode", "type", "r", "lora_alpha", *TARGETS, "lora_plus_lr_ratio", "oft_block_size"),
     "critic": ("lr", "r"),
 }
 """Fields, by group, that a checkpoint's optimizer and weights decide, and not the run that goes on with it."""
 READ = {
     "model": ("model_name_or_path", "dtype", "quantization"),
     "dataset": ("dataset_name_or_path", "split", "example_numbers"),
+    "rollout": ("piece_size",),
 }
-"""Fields that say what the run reads, which may have been moved."""
+"""Fields that say what the run reads, which may have been moved, and what its last bits depend on."""
 
 
 class Contents(TypedDict):
@@ -97,7 +103,8 @@ def kept_of(config: Any) -> dict[str, Any]:
     Args:
         config: perl.train's, or perl.sft's, which has fewer groups and fields.
     """
-    kept = {}
+    begun_with = config.peft.adapter
+    kept: dict[str, Any] = {ADAPTER: None if begun_with is None else _hash_of(begun_with)}
     for group, names in (DECIDED | READ).items():
         if part := getattr(config, group, None):
             kept |= {f"{group}.{name}": getattr(part, name) for name in names if hasattr(part, name)}
@@ -105,6 +112,12 @@ def kept_of(config: Any) -> dict[str, Any]:
         name: sorted(value) if name.startswith("peft") and isinstance(value, list) else value
         for name, value in kept.items()
     }
+
+
+@functools.cache
+def _hash_of(adapter: str) -> str:
+    """Of what it holds, as the run begins: it may be gone, or another one, when a checkpoint is written."""
+    return content_hash(Path(adapter))
 
 
 def put_in_place(made: Path, folder: Path, contents: Mapping[str, Any] | None = None) -> None:
@@ -204,6 +217,7 @@ def check_made(checkpoint: str | None, config: Any) -> None:
     with one warning, as sums over processes are added in another order; where the place in the data would be another,
     it is a UserError, as it is with DeepSpeed, whose files belong to a process each. Other batches of as many
     processes, and another seed, are a warning: they were asked for."""
+    kept = kept_of(config)
     if checkpoint is None:
         return
     contents = read_json(Path(checkpoint) / CONTENTS, FLAG, kind=Contents)
@@ -215,10 +229,16 @@ def check_made(checkpoint: str | None, config: Any) -> None:
             f" --config.peft.adapter {checkpoint}"
         )
     before, has_critic = contents.get("kept", {}), (Path(checkpoint) / CRITIC).is_file()
-    for name, value in kept_of(config).items():
+    for name, value in kept.items():
         group, had = name.partition(".")[0], before.get(name, value)
         if had == value or (group == "critic" and not has_critic):
             continue
+        if name == ADAPTER:
+            begun = "another adapter" if had and value else "an adapter" if had else "no adapter"
+            raise UserError(
+                f"{FLAG} {checkpoint}: the run was begun with {begun} by --config.{ADAPTER}, not with"
+                f" {config.peft.adapter}; write what it was begun with, or begin another run"
+            )
         if group in READ:
             log.warning("%s was written with --config.%s %s: the run goes on with %s", checkpoint, name, had, value)
         else:

@@ -493,11 +493,26 @@ def test_noise_is_on_the_norms_that_ln_tuning_trains_and_gone_bit_for_bit():
     ("fields", "said"),
     [
         (
-            {"target_modules": ["q_project"]},
-            r"^--config.peft.target_modules .'q_project'.: the model has no such layer; its linear layers are"
+            {"target_modules": ["q_proj", "v_porj"]},
+            r"^--config.peft.target_modules .'q_proj', 'v_porj'.: the model has no layer v_porj; its linear layers are"
             r" q_proj, k_proj, v_proj, o_proj, gate_proj",
         ),
+        (
+            {"target_modules": ".*q_project"},
+            r"_modules \.\*q_project: the model has no such layer; its linear layers are",
+        ),
         ({"type": "ia3", "target_modules": ["query"]}, r"^--config.peft.target_modules .'query'.: the model has no"),
+        ({"exclude_modules": ["oproj"]}, r"^--config.peft.exclude_modules .'oproj'.: the model has no layer oproj"),
+        ({"exclude_modules": "o_proj|v"}, r"^--config.peft.exclude_modules o_proj\|v: the model has no layer o_proj"),
+        (
+            {"target_modules": ["lm_head", "q_proj"]},
+            r"_modules .*: log-probabilities are computed from the output head",
+        ),
+        ({"type": "miss", "target_modules": ["embed_tokens"]}, r"_modules .'embed_tokens'.: peft.type miss can't have"),
+        (
+            {"type": "oft", "target_modules": ["embed_tokens"]},
+            r"model.embed_tokens is an embedding, which oft can't",
+        ),
         ({"type": "pissa", "r": 65}, r"^--config.peft.r 65: model.layers.0.*singular components; write no more"),
         ({"type": "milora_plus", "r": 65}, r"^--config.peft.r 65: model.layers.0"),
         ({"type": "oft", "oft_block_size": 7}, r"oft_block_size 7: does not divide the 64 inputs of model.layers.0"),

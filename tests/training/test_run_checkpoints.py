@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from perl.base.errors import UserError
 from perl.base.files import SAVING
-from perl.config.schema import CriticConfig, DatasetConfig, ModelConfig, PeftConfig
+from perl.config.schema import CriticConfig, DatasetConfig, ModelConfig, PeftConfig, RolloutConfig
 from perl.runs.checkpoints import (
     BEFORE,
     CONTENTS,
@@ -147,7 +148,7 @@ def test_a_checkpoint_takes_the_place_of_another_attempts(tmp_path):
 
 def training(processes, rows, **more):
     sizes = {"world_size": processes, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
-    others = {"learning_rate": 1e-3, "weight_decay": 0.0, "optim": "adamw", "seed": 1}
+    others = {"learning_rate": 1e-3, "weight_decay": 0.0, "optim": "adamw", "adam_beta2": 0.999, "seed": 1}
     return SimpleNamespace(**sizes, **(others | more))
 
 
@@ -226,6 +227,8 @@ def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
         ({}, {"lora_alpha": 64}, "--config.peft.lora_alpha 32, not 64"),
         ({}, {"type": "dora"}, "--config.peft.type lora, not dora"),
         ({}, {"exclude_modules": ["v_proj"]}, "--config.peft.exclude_modules None, not ['v_proj']"),
+        ({}, {"adapter_mode": "merge"}, "--config.peft.adapter_mode continue, not merge"),
+        ({"adam_beta2": 0.5}, {}, "--config.training.adam_beta2 0.999, not 0.5"),
         (
             {"num_generations": 8, "generation_batch_size": 8, "num_iterations": 1},
             {},
@@ -239,6 +242,36 @@ def test_what_a_checkpoint_decides_is_not_silently_another(tmp_path, of_training
     check_made(str(folder), of_run(2, 4, {"lora_dropout": 0.1}))
     with pytest.raises(UserError, match=re.escape(said)):
         check_made(str(folder), of_run(2, 4, peft, **of_training))
+
+
+def test_a_run_goes_on_with_the_adapter_that_it_was_begun_with(tmp_path):
+    """Without the flag it went on above the bare base, or against another reference. The adapter may have moved, and be
+    gone when a checkpoint is written."""
+    folders = [tmp_path / name for name in ("first", "moved", "other")]
+    for adapter, text in zip(folders, ("1", "1", "2"), strict=True):
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text(text)
+    first, moved, other = ({"adapter": str(adapter)} for adapter in folders)
+    check_made(None, begun := of_run(2, 4, first))
+    shutil.rmtree(folders[0])
+    folder = checkpoint(tmp_path, 9, kept=kept_of(begun))
+    check_made(str(folder), of_run(2, 4, moved))
+    for peft, said in (
+        (other, f"another adapter by --config.peft.adapter, not with {folders[2]};"),
+        ({}, "an adapter"),
+    ):
+        with pytest.raises(UserError, match=f"the run was begun with {said}"):
+            check_made(str(folder), of_run(2, 4, peft))
+    bare = checkpoint(tmp_path, 10, kept=kept_of(of_run(2, 4)))
+    with pytest.raises(UserError, match=r"the run was begun with no adapter by --config.peft.adapter, not with"):
+        check_made(str(bare), of_run(2, 4, moved))
+
+
+def test_another_piece_size_is_said(tmp_path, caplog):
+    before, now = of_run(2, 4), of_run(2, 4)
+    before.rollout, now.rollout = RolloutConfig(piece_size=4), RolloutConfig(piece_size=8)
+    check_made(str(checkpoint(tmp_path, 9, kept=kept_of(before))), now)
+    assert "was written with --config.rollout.piece_size 4: the run goes on with 8" in caplog.text
 
 
 def test_a_critics_rate_is_its_checkpoints_where_there_is_a_critic(tmp_path):
