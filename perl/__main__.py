@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from perl import __version__
-from perl.base.errors import lookup, report_errors, stopped_by_sigterm
+from perl.base.errors import lookup, report_errors, stopped_by_signals
 from perl.base.redact import hide_secrets_in_logs
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     module.add_arguments(parser)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     hide_secrets_in_logs()
-    with stopped_by_sigterm("what was not finished is removed"):
+    with stopped_by_signals("what was not finished is removed"):
         return module.run(parser.parse_args(flags_first(parser, arguments)))
 
 

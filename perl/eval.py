@@ -10,7 +10,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError, report_errors, stopped_by_sigterm  # noqa: E402
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError, report_errors, stopped_by_signals  # noqa: E402
 
 with report_errors():  # without the environment, one line
     from perl.base.redact import hide, hide_secrets_in_logs
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
     code, summaries = 0, {}
     try:
-        with stopped_by_sigterm("the rows that are done stay, and the same command goes on"):
+        with stopped_by_signals("the rows that are done stay, and the same command goes on"):
             if config.rescore:
                 rescore(config)
             else:

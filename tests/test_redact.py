@@ -154,6 +154,19 @@ def test_what_command_line_and_recipe_say_is_known_to_every_text(tmp_path, recip
     assert done.stdout == f"a {HIDDEN}, b {HIDDEN}, c {HIDDEN} horse\n"
 
 
+def test_what_a_recipes_base_says_is_known_too(tmp_path):
+    """Of a recipe that is named without a flag too, as a sweep's is; one that builds on itself ends nothing."""
+    (tmp_path / "a.yaml").write_text("base: sub/b.yaml\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.yaml").write_text("base: ../a.yaml\ntraining: {hub_token: plumtreeforest}\n")
+    code = "from perl.base.redact import hide; print(hide('a plumtreeforest'))"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for words in (["--recipe", "a.yaml"], ["--recipe=a.yaml"], ["sweep", "a.yaml"]):
+        command = [sys.executable, "-c", code, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=env)
+        assert done.stdout == f"a {HIDDEN}\n"
+
+
 def test_errors_and_log_lines_hold_no_secret(monkeypatch, capsys):
     monkeypatch.setenv("SOME_API_KEY", "correct horse")
     with pytest.raises(SystemExit), report_errors():

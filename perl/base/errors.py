@@ -218,16 +218,18 @@ def report_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stopped_by_sigterm(message: str) -> Iterator[None]:
-    """SIGTERM, as a scheduler sends it, ends the work inside as Ctrl-C does, with one line: what cleans up behind it
-    does so."""
+def stopped_by_signals(message: str) -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, and Ctrl-C end the work inside with one line: what cleans up behind it does
+    so."""
 
     def stop(number: int, _frame: object) -> None:
-        raise Stopped(f"SIGTERM; {message}", number)
+        raise Stopped(f"{signal.Signals(number).name}; {message}", number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except KeyboardInterrupt:
+        stop(signal.SIGINT, None)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HIDDEN = "<secret>"
 LEAST_LENGTH = 8
 """Characters of a value that is looked for in texts; a shorter one would be found everywhere."""
@@ -210,7 +211,7 @@ def _known() -> re.Pattern[str] | None:
 @functools.lru_cache(maxsize=4)
 def _pattern(values: frozenset[str], argv: tuple[str, ...]) -> re.Pattern[str] | None:
     flags = [value for _, value, secret in _words(argv) if secret]
-    mappings = [*map(_mapping, _recipes(argv)), *(_mapping(value) for _, value, _ in _words(argv))]
+    mappings = [*_recipes(argv), *(_mapping(value) for _, value, _ in _words(argv))]
     below = [value for mapping in mappings for value in _secrets_in(mapping)]
     wanted = {spelling for value in (*values, *flags, *below) for spelling in _spellings(value)}
     longest_first = sorted(wanted, key=lambda value: (-len(value), value))
@@ -228,16 +229,25 @@ def _spellings(value: str) -> Iterator[str]:
     yield from (quote(encoded, safe=""), quote(encoded), quote_plus(encoded))
 
 
-def _recipes(argv: Sequence[str]) -> Iterator[str]:
-    """The texts of the recipes that a command line names; what is wrong with one is said where it is taken."""
-    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
-        if name == "--recipe":
-            with (
-                contextlib.suppress(OSError, ValueError),
-                open(value if equals else following, encoding="utf-8") as file,
-            ):
-                yield file.read()
+def _recipes(argv: Sequence[str]) -> Iterator[Any]:
+    """What stands in the YAML files that a command line names, and in those that they build on (perl.config.load); what
+    is wrong with one is said where it is taken."""
+    wanted = [
+        word.partition("=")[2] or word
+        for before, word in zip_longest(["", *argv], argv, fillvalue="")
+        if before == "--recipe" or word.startswith("--recipe=") or word.endswith((".yaml", ".yml"))
+    ]
+    read: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        file = next(filter(os.path.isfile, (name, os.path.join(REPOSITORY, name))), "")
+        if not file or os.path.realpath(file) in read:
+            continue
+        read.add(os.path.realpath(file))
+        with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:
+            yield (content := _mapping(opened.read()))
+            if isinstance(content, dict) and isinstance(base := content.get("base"), str):
+                wanted.append(os.path.join(os.path.dirname(os.path.realpath(file)), os.path.expanduser(base)))
 
 
 def _secrets_in(value: Any) -> Iterator[str]:

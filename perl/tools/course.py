@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
-from perl.base.errors import UserError, lookup
+from perl.base.errors import UserError, lookup, stopped_by_signals
 from perl.base.files import add_row, read_json, read_rows, write_json
 from perl.base.paths import user_path
 from perl.models.folders import resolve_model
@@ -33,6 +33,7 @@ from perl.records import Sampling
 from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import (
+    AGAIN,
     LOCK,
     STAGE_LOCK,
     Engine,
@@ -45,7 +46,6 @@ from perl.tools.stages import (
     read_scores,
     report,
     say,
-    stopped_by_signals,
     train,
 )
 
@@ -56,6 +56,8 @@ SETTINGS, STAGES = "real.json", "stages.jsonl"
 """In the folder: what run it is, and which of its stages have ended."""
 TRAININGS = {"sft": "perl.sft", "grpo": "perl.train"}
 LOCKS = {LOCK, STAGE_LOCK}
+MAY_CHANGE = {"dtype", "sandbox"}
+"""Settings that make no other run: what was measured, and how a tool is isolated at the least."""
 TOKENS, GAIN = 256, 1.25
 """Rows of the product that is measured, and how much faster bfloat16 has to be: autocast casts weights too."""
 MOST_PROCESSES = 4
@@ -126,7 +128,7 @@ def run(course: Course, output_dir: str) -> int:
     console = Console()
     say(console, f"everything goes to {folder}")
     try:
-        with stopped_by_signals(), alone(folder, "--output_dir", console) as kept_open:
+        with stopped_by_signals(AGAIN), alone(folder, "--output_dir", console) as kept_open:
             open_folder(folder, course.settings)
             if course.note:
                 say(console, course.note)
@@ -325,7 +327,7 @@ def is_of_this_run(folder: Path, settings: Run) -> bool:
     something else."""
     if (folder / SETTINGS).is_file():
         there = read_json(folder / SETTINGS, "--output_dir", "write another folder")
-        wanted = [(name, value) for name, value in asdict(settings).items() if name != "dtype"]
+        wanted = [(name, value) for name, value in asdict(settings).items() if name not in MAY_CHANGE]
         if other := [f"{name} {there.get(name)}, not {value}" for name, value in wanted if there.get(name) != value]:
             raise UserError(f"--output_dir {folder}: holds a run with {'; '.join(other)}; write another folder")
         return True

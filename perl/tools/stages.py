@@ -18,7 +18,7 @@ from typing import IO, Literal, TypedDict
 from rich.console import Console
 
 from perl import device
-from perl.base.errors import EXIT_NOT_ALL_GENERATED, Stopped, UserError
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
 from perl.base.files import lock_now, open_lock, read_json
 from perl.records import PROGRESS, Sampling
 
@@ -229,22 +229,6 @@ def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
             console.print("waiting for what an interrupted command has left running ...")
             fcntl.flock(stage_lock, fcntl.LOCK_EX)
         yield stage_lock.fileno()
-
-
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the stage that runs in good order, and the command with one line and 128 + the signal."""
-
-    def stop(number: int, _: object) -> None:
-        raise Stopped(AGAIN, number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise Stopped(AGAIN, signal.SIGINT) from error
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -131,8 +131,9 @@ def test_a_clock_that_is_set_back(tmp_path, monkeypatch, capfd):
     assert all(row["timing/step"] > 0 for row in rows if "timing/step" in row)
 
 
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda sign: sign.name)
 @pytest.mark.parametrize("command", ["merge", "fetch"])
-def test_a_model_that_is_written_at_sigterm_leaves_nothing(command, tmp_path, monkeypatch, capfd):
+def test_a_model_that_is_written_at_a_signal_leaves_nothing(command, sign, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     words = [f"--model={originals()}/model", f"--adapter={originals()}/adapter"]
     if command == "fetch":
@@ -140,9 +141,9 @@ def test_a_model_that_is_written_at_sigterm_leaves_nothing(command, tmp_path, mo
         monkeypatch.setattr(fetch, "require_tools", lambda: None)
         monkeypatch.setattr(fetch, "download", lambda *_: None)
         monkeypatch.setattr(fetch, "read_gguf", lambda *_: (None, None))
-    signalled(monkeypatch, f"perl.{'adapters' if command == 'merge' else 'tools'}.{command}.{SAVES[command]}", 15)
+    signalled(monkeypatch, f"perl.{'adapters' if command == 'merge' else 'tools'}.{command}.{SAVES[command]}", sign)
     with pytest.raises(SystemExit) as end, report_errors():
         sys.exit(perl_command([command, *words, "--output", "made"]))
-    assert end.value.code == 143
-    assert capfd.readouterr().err.endswith("stopped: SIGTERM; what was not finished is removed\n")
+    assert end.value.code == 128 + sign
+    assert capfd.readouterr().err.endswith(f"stopped: {sign.name}; what was not finished is removed\n")
     assert list(tmp_path.iterdir()) == []

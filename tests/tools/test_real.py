@@ -340,7 +340,7 @@ def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
     while first.poll() is None and not (folder / "sft").is_dir():
         time.sleep(0.2)
     first.terminate()
-    assert first.communicate(timeout=600)[1].splitlines()[-1] == "stopped: the same command goes on from here"
+    assert first.communicate(timeout=600)[1].splitlines()[-1] == "stopped: SIGTERM; the same command goes on from here"
     assert first.returncode == 128 + signal.SIGTERM
     assert [row["finished"] for row in course.read_stages(folder)] == [True, False]
     second = start()

@@ -32,7 +32,7 @@ with stages.start([sys.executable, "-c", launcher, works], Path(sys.argv[1])) as
 SIGNALLED = """
 import signal, subprocess, sys
 from pathlib import Path
-from perl.base.errors import Stopped, stopped_by_sigterm
+from perl.base.errors import Stopped, stopped_by_signals
 from perl.tools import stages
 
 class AtOnce(subprocess.Popen):
@@ -44,7 +44,7 @@ class AtOnce(subprocess.Popen):
 subprocess.Popen = AtOnce
 code = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
 try:
-    with stopped_by_sigterm("-"), stages.start([sys.executable, "-c", code, sys.argv[1]], Path(sys.argv[1])) as process:
+    with stopped_by_signals("-"), stages.start([sys.executable, "-c", code, sys.argv[1]], Path(sys.argv[1])) as process:
         process.wait()
 except Stopped:
     print("stopped")

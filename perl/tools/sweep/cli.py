@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
-from perl.base.errors import UserError
+from perl.base.errors import UserError, stopped_by_signals
 from perl.base.files import read_json, write_json
 from perl.base.paths import user_path
 from perl.base.redact import redact
@@ -38,7 +38,7 @@ from perl.tasks import TASKS, data_name, load_problems, training_split
 from perl.tasks.files import NoSplitError, find_files
 from perl.tools.launch import accelerate_config
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
-from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, say, stopped_by_signals
+from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, say
 from perl.tools.sweep.grid import Grid, check, make_grid, slug
 from perl.tools.sweep.work import Workshop, surroundings, work
 
@@ -185,7 +185,7 @@ def read_command(args: Any) -> Sweep:
 
 def do(sweep: Sweep, console: Console) -> Comparison:
     """Everything that is left to do; returns what has come out of it, with the page written. Raises StageError."""
-    with stopped_by_signals(), alone(sweep.output, "--output", console) as kept_open:
+    with stopped_by_signals(AGAIN), alone(sweep.output, "--output", console) as kept_open:
         write_json(sweep.output / SETTINGS, sweep.settings)
         say(console, f"everything goes to {sweep.output}")
         shop = Workshop(
