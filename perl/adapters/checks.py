@@ -178,9 +178,10 @@ def _require_found(model: Any, name: str, value: str | list[str] | None) -> None
     modules = [module for module, _ in model.named_modules()]
     if isinstance(value, list):
         strange = [one for one in value if not any(f".{module}".endswith(f".{one}") for module in modules)]
-    else:  # of those that are targets PEFT finds one, or says so
-        wanted = name == "exclude_modules" and value
-        strange = [value] if wanted and not any(re.fullmatch(value, module) for module in modules) else []
+    elif value and name == "exclude_modules":
+        strange = [] if any(re.fullmatch(value, module) for module in modules) else [value]
+    else:  # PEFT finds a layer, or says so
+        strange = []
     if strange:
         raise UserError(f"--config.peft.{name} {_shown(value)}: the model has no layer {strange[0]}; {_linear(model)}")
 

@@ -252,9 +252,9 @@ def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
     if job.full and job.compute_bytes < job.weight_bytes:
         table.append(Item("copies of the weights for rollouts", shape.parameters * job.compute_bytes, "both"))
     own = dataclasses.replace(job, micro_batch=job.piece, steps_per_generation=1, processes=1, parallel="single")
-    return [
-        item for item in [*table, *_rollout(shape, own, device, device.memory - peak(table, "rollout"))] if item.bytes
-    ]
+    # Of the cache, what the device has decides, not what is free (perl.engines.decoder.Decoder.room).
+    room = device.memory - base_bytes(shape, job.weight_bytes, job.loaded)
+    return [item for item in [*table, *_rollout(shape, own, device, room)] if item.bytes]
 
 
 def _runtime(device: Device, job: Job) -> Item:
