@@ -15,6 +15,7 @@ computes something else is never used.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -53,12 +54,12 @@ class Captured:
     replays: int = 0
 
 
-def rounded(rows: int, width: int, max_rows: int, max_width: int) -> tuple[int, int]:
+def rounded(rows: int, width: int, max_rows: float = math.inf, max_width: float = math.inf) -> tuple[int, int]:
     """Rows and places of the captured step that computes so many, in a cache of `max_rows` and `max_width`."""
     multiple = ROWS if rows <= 64 else 64
     octave = WIDTH << max(0, (width - 1) // WIDTH).bit_length()
     places = next(size for size in (octave // 2, octave * 3 // 4, octave) if size >= width)
-    return min(max_rows, -(-rows // multiple) * multiple), min(max_width, max(WIDTH, places))
+    return int(min(max_rows, -(-rows // multiple) * multiple)), int(min(max_width, max(WIDTH, places)))
 
 
 class StepGraphs:

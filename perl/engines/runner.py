@@ -195,6 +195,8 @@ class Runner:
         """The decoder's cache, made or extended."""
         decoder, cache = self.decoder, self.decoder.cache
         rows, longest = size
+        if decoder.fixed and self.captures:  # what the cache held before does not cut the shape of a step
+            rows, longest = graphs.rounded(rows, longest)
         max_seq_len = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
         if cache is None:
             assert like is not None

@@ -23,6 +23,7 @@ from transformers import (
 from perl.base.errors import UserError
 from perl.engines import scheduler
 from perl.engines.decoder import unsupported_reason
+from perl.engines.graphs import rounded
 from perl.engines.scheduler import REFILL_SHARE, Sequence, left_pad, mark_seen
 from perl.records import Sampling
 from tests.engines import models
@@ -413,6 +414,15 @@ def test_a_model_that_the_loop_cannot_serve_is_left_to_generate_and_that_is_said
 def test_a_distribution_that_cannot_be_is_named():
     with pytest.raises(UserError, match="min_p: 1 is not possible"):
         decode(tiny(), make_sequences(prompts(2)), Sampling(min_p=1))
+
+
+def test_a_cache_of_rounded_size_cuts_the_shape_of_no_captured_step():
+    """So that it is the same whatever the cache has held before: it was (8, 640) in a new one."""
+    assert rounded(3, 600) == (8, 768)
+    assert rounded(3, 600, 3, 640) == (3, 640)
+    for before in [(3, 600), (65, 700), (9, 5000)]:
+        held = rounded(*map(max, before, (3, 600)))
+        assert rounded(3, 600, *held) == (8, 768)
 
 
 def test_captured_graphs_on_a_cpu_are_said_not_to_be_there(caplog):

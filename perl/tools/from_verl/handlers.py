@@ -456,7 +456,7 @@ def tools(value: Any, verl: Verl) -> Outcome:
 def observation(value: Any, verl: Verl) -> Translated:
     """max_tool_response_length: of each answer in verl, of all answers to a turn here."""
     most = positive(value) * positive(verl[f"{TURNS}.max_parallel_calls"])
-    note = "verl counts characters of an answer, here tokens of a turn's: as many are never fewer characters"
+    note = "verl counts characters of an answer, here tokens of a turn's: as many are seldom fewer characters"
     return Translated({"environment.max_observation_tokens": most}, note)
 
 
