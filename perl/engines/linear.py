@@ -28,7 +28,7 @@ ROWS = 16
 """Rows of a product for which oneDNN chooses its layout; others are computed with it as well."""
 SHARE_OF_FREE_MEMORY = 0.25
 """Of the memory that this process can still take, how much the packed copies may have."""
-SHARE_OF_MEMORY = 1 / 16
+SHARE_OF_MEMORY = 1 / 8
 """Of the machine's, where what is free must not decide: for these copies, and for the KV cache."""
 
 

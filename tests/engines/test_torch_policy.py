@@ -268,7 +268,7 @@ def test_where_pieces_are_drawn_free_memory_decides_nothing(rollout, monkeypatch
 
 def test_a_cache_of_pieces_has_its_share_of_the_whole_memory(monkeypatch):
     """A token is 768 bytes; on an accelerator it is half of what the weights leave."""
-    monkeypatch.setattr(device, "total_memory", lambda: 16 * 768 * 100)
+    monkeypatch.setattr(device, "total_memory", lambda: 8 * 768 * 100)
     made = []
     monkeypatch.setattr(runner, "RowCache", lambda *args: made.append(args[3]) or RowCache(*args))
     engine = make_engine(rollout={"piece_size": 3})
