@@ -48,7 +48,8 @@ def test_an_image_is_the_same_however_a_row_holds_it(tmp_path):
     for image in (*stored, str(tmp_path / "a.png"), Image.open(io.BytesIO(png))):
         (file,) = read_images({"images": [image]}, "a:1")
         assert pixels(file) == pixels(png)
-        assert read_images({"image": image}, "a:1") == (file,)
+        for empty in ({}, {"images": None}, {"images": []}, {"images": ""}):
+            assert read_images(empty | {"image": image}, "a:1") == (file,)
     assert read_images({"images": []}, "a:1") == read_images({"images": None}, "a:1") == read_images({}, "a:1") == ()
 
 

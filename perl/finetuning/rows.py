@@ -157,7 +157,7 @@ def read(spec: str, split: str | None, limit: int | None, task: str | None, syst
 
 def _rows(spec: str, split: str | None, task: str | None, system_prompt: str | None) -> Iterator[tuple[Row, str]]:
     for row, where, known in rows_of(data_name(spec), split, task):
-        if any(row.get(name) is not None for name in ("image", "images", "videos")):
+        if any(row.get(name) for name in ("image", "images", "videos")):
             raise UserError(f"{where}: perl.sft takes no images; train on rows of text")
         made = _chat(row, where, system_prompt) or _worked_answer(row, where, known, system_prompt)
         made |= _tools(row, where)

@@ -55,9 +55,7 @@ def has_images(processing: Any) -> bool:
 def read_images(row: Mapping[str, Any], where: str) -> tuple[bytes, ...]:
     """The files of a row's images, from the column `images` (a list) or `image`: as `datasets` stores them ({bytes,
     path}), as bytes, as paths, or as PIL images. A UserError for one that can't be decoded."""
-    stored = row.get("images", row.get("image"))
-    if stored is None or stored == "":
-        return ()
+    stored = row.get("images") or row.get("image") or ()
     images = stored if isinstance(stored, list | tuple) else [stored]
     return tuple(_file(image, f"{where}: image {number}") for number, image in enumerate(images, start=1))
 

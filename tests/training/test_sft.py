@@ -221,6 +221,13 @@ def test_prompt_and_completion_as_text_or_messages_are_turns_of_a_chat(row):
     assert found["labels"] == [-100] * len(asked) + answered
 
 
+@pytest.mark.parametrize("nothing", [None, [], ""])
+def test_a_column_of_images_that_holds_none_is_no_image(tmp_path, nothing):
+    row = {"prompt": "1", "completion": "2", "image": nothing, "images": nothing}
+    (found,) = read(str(write(tmp_path / "rows.jsonl", [row])), None, None, None, None)
+    assert found["completion"] == [{"role": "assistant", "content": "2"}]
+
+
 TALK = [
     {"role": "user", "content": "What is 1 + 2 ?"},
     {"role": "assistant", "content": "3"},
