@@ -8,7 +8,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ JSON_MISTAKES = (ValueError, RecursionError, InvalidOperation)
 _DECODER = json.JSONDecoder(parse_float=Decimal)
 _SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")
 _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's repository keeps its files
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json")  # what `datasets` writes of them
 
 
 class NoSplitError(UserError):
@@ -45,20 +47,19 @@ def find_files(path: Path, split: str | None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: is a device or a pipe; {_WRITE}")
-    for folder in (path, *(path / name for name in _SUBFOLDERS)):
-        files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
-        for name in [split] if split else ["test", "train"]:
-            if found := [file for file in files if _SHARD.sub("", file.stem) == name]:
-                forms = [(file.suffix, file.stem == name) for file in found]  # one format, whole or in shards
-                if other := next((file for file, form in zip(found, forms, strict=True) if form != forms[0]), None):
-                    raise UserError(
-                        f"{folder}: holds {name} twice, as {found[0].name} and {other.name}; name one of the files, or"
-                        " move the other away"
-                    )
-                return found
-        if files:
-            break
-    else:
+    folders = (path, *(path / name for name in _SUBFOLDERS))
+    files = [file for folder in folders for file in sorted(folder.glob("*"))]
+    files = [file for file in files if file.suffix in SUFFIXES and file.name not in _ABOUT_DATA]
+    for name, folder in itertools.product([split] if split else ["test", "train"], folders):
+        if found := [file for file in files if file.parent == folder and _SHARD.sub("", file.stem) == name]:
+            forms = [(file.suffix, file.stem == name) for file in found]  # one format, whole or in shards
+            if other := next((file for file, form in zip(found, forms, strict=True) if form != forms[0]), None):
+                raise UserError(
+                    f"{folder}: holds {name} twice, as {found[0].name} and {other.name}; name one of the files, or"
+                    " move the other away"
+                )
+            return found
+    if not files:
         raise NoSplitError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file")
     if split is None and len(files) == 1:
         return files
@@ -101,12 +102,19 @@ def require_characters(content: Any, where: str) -> None:
         raise UserError(f"{where}: holds {half}, half of a character; write the whole character") from error
 
 
+def _require_distinct(columns: Sequence[str], file: Path) -> None:
+    """Raise a UserError where two columns have one name: a row would hold the last. A csv's may be without one."""
+    if twice := next((name for name, count in Counter(columns).items() if name and count > 1), None):
+        raise UserError(f"{file}: two columns are called {twice}; give one of them another name")
+
+
 def _parquet(file: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            _require_distinct(table.schema_arrow.names, file)
             for batch in table.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OverflowError) as error:  # the latter for a duration that Python has no value for
@@ -159,6 +167,7 @@ def _csv(file: Path) -> Iterator[Row]:
     csv.field_size_limit(LONGEST_ROW)
     with file.open(encoding="utf-8-sig", newline="") as text:
         rows = csv.DictReader(_lines(text, file), strict=True)
+        _require_distinct(rows.fieldnames or (), file)
         for number, row in enumerate(rows, start=1):
             if None in row:
                 raise UserError(

@@ -28,6 +28,42 @@ def test_a_split_is_its_file_or_its_shards_in_one_format(tmp_path):
         find_files(tmp_path, "test")
 
 
+def test_a_copy_of_a_repository_is_searched_before_a_file_at_its_root_counts(tmp_path):
+    shard = tmp_path / "data" / "train-00000-of-00001.parquet"
+    shard.parent.mkdir()
+    for file in (shard, tmp_path / "dataset_infos.json", tmp_path / "data" / "dataset_info.json"):
+        file.touch()
+    assert find_files(tmp_path, "train") == find_files(tmp_path, None) == [shard]
+    (tmp_path / "results.json").touch()
+    assert find_files(tmp_path, "train") == find_files(tmp_path, None) == [shard]
+    shard.rename(shard.with_name("all.parquet"))
+    with pytest.raises(UserError, match=r"no file of split 'test'; splits there: all, results$"):
+        find_files(tmp_path, None)
+    (tmp_path / "results.json").unlink()
+    assert find_files(tmp_path, None) == [tmp_path / "data" / "all.parquet"]
+    (tmp_path / "data" / "all.parquet").unlink()
+    with pytest.raises(UserError, match=r"the folder holds no \.parquet"):
+        find_files(tmp_path, None)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_two_columns_of_one_name_are_told(tmp_path, suffix):
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        file.write_text("question,answer,,answer,\na,1,,2,\n")
+    else:
+        table = pyarrow.table([["a"], ["1"], ["2"]], names=["question", "answer", "answer"])
+        pyarrow.parquet.write_table(table, file)
+    with pytest.raises(UserError, match=rf"rows\.{suffix}: two columns are called answer; give one of them another"):
+        load_problems(str(file))
+
+
+def test_columns_of_a_csv_without_a_name_count_for_nothing(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer,,\na,1,,\n")
+    (problem,) = load_problems(str(tmp_path / "rows.csv"))
+    assert problem.gold == "1"
+
+
 def rows_of(file):
     return [row for row, _ in read_rows(file)]
 
