@@ -41,7 +41,7 @@ from perl.runs.setup import (
 )
 from perl.runs.tracking import check_trackers
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split, worked_answer
-from perl.tasks.files import Row, json_mistake, require_characters
+from perl.tasks.files import Row, require_characters, structure, text_or_turns
 from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
 def _turns(value: Any, column: str, where: str, role: str | None = None) -> list[dict[str, Any]]:
     """The turns of a column; a text is one turn of `role`. What a turn has besides role and content (tool_calls, name,
     …) stays; a parquet file fills up what it lacks with nulls."""
-    value = _structure(value, where)
+    value = text_or_turns(value, where)
     if isinstance(value, str) and role is not None and value.strip():
         return [{"role": role, "content": value}]
     allowed = "a list of {role, content} messages" if role is None else "a text or a list of {role, content} messages"
@@ -224,25 +224,12 @@ def _turns(value: Any, column: str, where: str, role: str | None = None) -> list
 
 def _tools(row: Row, where: str) -> Row:
     """The tools that the row's chat template is told of, as JSON: TRL reads it, and Arrow would mix their fields."""
-    tools = _structure(row.get("tools"), where)
+    tools = structure(row.get("tools"), where)
     if tools is None or tools == "":
         return {}
     if not isinstance(tools, list):
         raise UserError(f"{where}: tools must be a list of JSON schemas, not {tools!r:.60}")
     return {"tools": json.dumps(_plain(tools), ensure_ascii=False)}
-
-
-def _structure(value: Any, where: str) -> Any:
-    """A column that holds a list or a mapping; csv stores it as JSON. A UserError for JSON of numbers too long, or
-    brackets too deep, to be read."""
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value  # a text may begin with a bracket
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: {json_mistake(error)}") from error
-    return value
 
 
 def _plain(value: Any) -> Any:

@@ -102,6 +102,26 @@ def require_characters(content: Any, where: str) -> None:
         raise UserError(f"{where}: holds {half}, half of a character; write the whole character") from error
 
 
+def structure(value: Any, where: str) -> Any:
+    """A column that holds a list or a mapping; csv stores it as JSON. A UserError for JSON of numbers too long, or
+    brackets too deep, to be read."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value  # a text may begin with a bracket
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: {json_mistake(error)}") from error
+    return value
+
+
+def text_or_turns(value: Any, where: str) -> Any:
+    """A column that holds a text, which may be JSON itself, or the turns of a chat."""
+    turns = structure(value, where)
+    are_turns = isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)
+    return turns if are_turns else value
+
+
 def _require_distinct(columns: Sequence[str], file: Path) -> None:
     """Raise a UserError where two columns have one name: a row would hold the last. A csv's may be without one."""
     if twice := next((name for name, count in Counter(columns).items() if name and count > 1), None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sized
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from perl.base.errors import UserError
 from perl.grading.rules import normalize_number
 from perl.models.images import read_images
 from perl.records import Message
-from perl.tasks.files import Row, json_mistake
+from perl.tasks.files import Row, structure, text_or_turns
 
 SCHEMAS = {
     "verl": "prompt (messages), reward_model.ground_truth, data_source",
@@ -50,14 +49,14 @@ class Fields:
 
 def read_fields(row: Row, where: str) -> Fields:
     """The fields of `row`, by the first schema whose columns it has; a UserError names the columns when none fits."""
-    extra_info = _structure(row.get("extra_info"), where)
+    extra_info = structure(row.get("extra_info"), where)
     found = replace(_by_schema(row, where), images=read_images(row, where))
     return replace(found, extra_info=extra_info) if isinstance(extra_info, dict) else found
 
 
 def _by_schema(row: Row, where: str) -> Fields:
-    prompt = _structure(row.get("prompt"), where)
-    reward_model = _structure(row.get("reward_model"), where)
+    prompt = text_or_turns(row.get("prompt"), where)
+    reward_model = structure(row.get("reward_model"), where)
     source = row.get("data_source") or row.get("source")
     source = source if isinstance(source, str) else None
     if isinstance(prompt, str) and row.get("solution") is not None and row.get("answer") is None:
@@ -116,23 +115,10 @@ def asked_form(prompt: str) -> str | None:
 def worked_answer(row: Row, where: str) -> str | None:
     """The longest text that the row has of its answer: the worked one where it has one, which verl keeps in extra_info,
     else the bare answer; None where it has neither."""
-    extra = _structure(row.get("extra_info"), where)
+    extra = structure(row.get("extra_info"), where)
     columns = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
     texts = (str(value).strip() for value in columns if isinstance(value, str | int | float | Decimal))
     return max(texts, key=len, default="") or None
-
-
-def _structure(value: Any, where: str) -> Any:
-    """A column that holds messages or a mapping; csv stores it as json text. A UserError for json of numbers too long,
-    or brackets too deep, to be read."""
-    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value  # a question may begin with a brace
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: {json_mistake(error)}") from error
-    return value
 
 
 # -------------------------------------------------------------------------------------------------------------- golds

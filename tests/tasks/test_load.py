@@ -64,6 +64,13 @@ def test_an_answer_goes_before_its_solution(tmp_path):
     assert (problem.question, problem.gold) == ("What is 2 + 2?", "4")
 
 
+@pytest.mark.parametrize("prompt", ['{"a": 1, "op": "double"}', "[2, 3]", "[]", '[{"a": 1}]'])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_prompt_that_is_json_is_a_text(tmp_path, suffix, prompt):
+    (problem,) = load_problems(write(tmp_path, [{"prompt": prompt, "answer": "2"}], f"rows.{suffix}"))
+    assert (problem.question, problem.messages) == (prompt, None)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
 @pytest.mark.parametrize(
     ("row", "task", "question", "gold"),

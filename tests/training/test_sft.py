@@ -221,6 +221,16 @@ def test_prompt_and_completion_as_text_or_messages_are_turns_of_a_chat(row):
     assert found["labels"] == [-100] * len(asked) + answered
 
 
+@pytest.mark.parametrize("text", ['{"name": "Bo"}', "[2, 3]", "[]", "{}", '[{"a": 1}]'])
+def test_a_text_that_is_json_is_a_text(tmp_path, text):
+    turns = json.dumps([{"role": "user", "content": "so"}])
+    rows = [{"prompt": text, "completion": text}, {"prompt": turns, "completion": text}]
+    one, other = read(str(write(tmp_path / "rows.jsonl", rows)), None, None, None, None)
+    assert one["prompt"] == [{"role": "user", "content": text}]
+    assert other["prompt"] == [{"role": "user", "content": "so"}]
+    assert one["completion"] == other["completion"] == [{"role": "assistant", "content": text}]
+
+
 @pytest.mark.parametrize("nothing", [None, [], ""])
 def test_a_column_of_images_that_holds_none_is_no_image(tmp_path, nothing):
     row = {"prompt": "1", "completion": "2", "image": nothing, "images": nothing}
