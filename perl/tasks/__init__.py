@@ -135,7 +135,8 @@ def _problems(
 ) -> Iterator[Problem]:
     """The problems of `rows`; counts in `reasons` by which task, and why, each file's rows are graded."""
     for row, where, chosen in rows:
-        fields = read_fields(row, where)
+        # Where nothing needs an answer, a csv has an empty cell for none.
+        fields = read_fields(row if graded else {k: v for k, v in row.items() if v != ""}, where)
         name, why = (chosen, "") if chosen is not None else task_of(fields, where, graded)
         if chosen is None:
             reasons[where.rpartition(":")[0], name, why] += 1
@@ -214,7 +215,7 @@ def _gold(fields: Fields, where: str, task: str, graded: bool) -> str:
             f"{where}: there is no answer to grade by; add a column answer or reward_model.ground_truth (rows without"
             " one can be trained on by a reward of your own, or an environment's, alone)"
         )
-    if not graded and (isinstance(stored, bool) or not isinstance(stored, str | int | float | Decimal)):
+    if not graded and (stored == "" or isinstance(stored, bool) or not isinstance(stored, str | int | float | Decimal)):
         return ""  # verl's ground_truth may be anything, and its reward knows what
     try:
         gold = TASKS[task].read_gold(stored) if task else gold_text(stored)

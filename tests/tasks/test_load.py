@@ -264,6 +264,7 @@ OWN = VERL | {"data_source": "my/own"}
         (OWN, "", "1080", "1080", "their data_source my/own is none of ours, and the reward is your own"),
         (OWN | {"reward_model": {"ground_truth": ["a", 1]}}, "", "", ["a", 1], "my/own is none of ours"),
         (OWN | {"reward_model": {"ground_truth": True}}, "", "", True, "my/own is none of ours"),
+        (OWN | {"reward_model": {"ground_truth": ""}}, "", "", "", "my/own is none of ours"),
         ({"prompt": "How many?"}, "", "", None, "they have no answer, and the reward is your own"),
         ({"prompt": "How many?", "answer": None}, "", "", None, "they have no answer"),
         ({"question": "How many?"}, "", "", None, "they have no answer"),
@@ -278,6 +279,16 @@ def test_rows_that_only_a_reward_of_ones_own_scores(tmp_path, caplog, row, task,
     assert (problem.task, problem.gold, problem.ground_truth) == (task, gold, ground_truth)
     assert f"rows.jsonl: 1 rows are graded {f'as task {task}' if task else 'by no task'}: " in caplog.text
     assert why in caplog.text
+
+
+def test_an_empty_cell_is_no_answer_where_nothing_is_graded(tmp_path):
+    for column in ("prompt", "question", "problem"):
+        (tmp_path / "rows.csv").write_text(f"{column},answer\nHow many?,\nSo?,3\n")
+        one, other = load_problems(str(tmp_path / "rows.csv"), graded=False)
+        assert (one.question, one.gold, one.task, one.ground_truth) == ("How many?", "", "", None)
+        assert (other.gold, other.task) == ("3", "math")
+        with pytest.raises(UserError, match=r"rows\.csv:1: the gold answer is empty"):
+            load_problems(str(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize("row", [{"prompt": "How many?"}, {"problem": "How many?"}, VERL | {"reward_model": {}}])
