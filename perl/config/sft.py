@@ -62,6 +62,12 @@ def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[
         )
     if training.packing and training.max_length is None:
         raise UserError("--config.training.packing true: packs rows up to max_length tokens; give it a number")
+    for field, file in (("chat_template_path", "chat_template.jinja"), ("eos_token", "tokenizer_config.json")):
+        if training[field] is not None:
+            raise UserError(
+                f"--config.training.{field} {training[field]}: perl.train and perl/eval.py would take the model's own;"
+                f" put it into {file} in the model's folder, where all three read it"
+            )
     if training.dataset_kwargs:
         raise UserError("--config.training.dataset_kwargs: rows are prepared by perl.sft; leave it out")
     return []

@@ -839,8 +839,8 @@ def test_a_flag_goes_before_the_recipe_by_either_name(tmp_path):
 def test_a_token_of_the_vocabulary_is_no_secret():
     from perl.config.sft import parse as parse_sft
 
-    dump = yaml.safe_load(parse_sft(["--config.training.eos_token", "<|end|>"]).dump())
-    assert dump["training"]["eos_token"] == "<|end|>"
+    dump = yaml.safe_load(parse_sft(["--config.training.pad_token", "<|end|>"]).dump())
+    assert dump["training"]["pad_token"] == "<|end|>"
     assert "hub_token" not in dump["training"]
 
 

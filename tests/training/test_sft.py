@@ -426,6 +426,8 @@ def test_a_mistake_in_the_rows_is_one_line(tmp_path, model, rows, says):
         ({"training__eval_strategy": "epoch"}, "there are no rows to evaluate on; name --config.dataset.eval_dataset"),
         ({"dataset__eval_dataset": "gsm8k"}, "is never looked at; write --config.training.eval_strategy epoch"),
         ({"training__packing": "true", "training__max_length": "null"}, "give it a number"),
+        ({"training__chat_template_path": "a.jinja"}, "own; put it into chat_template.jinja in the model"),
+        ({"training__eos_token": "<|end|>"}, "own; put it into tokenizer_config.json in the model's folder"),
         ({"training__max_steps": 0}, "no step to train"),
         ({"training__assistant_only_loss": "true"}, "{% generation %}"),
         ({"peft__type": "lorra"}, "lora"),
