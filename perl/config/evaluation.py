@@ -52,7 +52,7 @@ class EvalConfig:
         top_k: sample from the so many likeliest tokens; 0 is off.
         max_new_tokens: longest completion.
         seed: seed of the run; each completion's own follows from it, whatever the order and the devices.
-        system_prompt: text of a system turn before each prompt; default: the task's own.
+        system_prompt: text of a system turn before each prompt that brings none; default: the task's own.
         chat_template_kwargs: what the model's chat template is given besides, as '{"enable_thinking": false}'; a
             training's training.chat_template_kwargs.
         few_shot: worked examples before each question: a number (the first ones of the dataset's train split), or a

@@ -64,7 +64,7 @@ class DatasetConfig:
         filter_overlong_prompts: drop rows whose prompt is longer than max_prompt_length.
         truncation: what to do with a longer prompt that was not dropped: stop with an error, or cut tokens off its
             left, its right or its middle.
-        system_prompt: text of a system turn before each prompt; null is the task's own.
+        system_prompt: text of a system turn before each prompt that brings none; null is the task's own.
     """
 
     dataset_name_or_path: str | list[str] = "open-r1/DAPO-Math-17k-Processed"
