@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
+import pyarrow
+from datasets import Dataset, DatasetInfo, Features, Json, Value, disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
 from perl.adapters.checks import check_layers, check_method, strategy_of
@@ -223,13 +224,13 @@ def _turns(value: Any, column: str, where: str, role: str | None = None) -> list
 
 
 def _tools(row: Row, where: str) -> Row:
-    """The tools that the row's chat template is told of, as JSON: TRL reads it, and Arrow would mix their fields."""
+    """The tools that the row's chat template is told of."""
     tools = structure(row.get("tools"), where)
     if tools is None or tools == "":
         return {}
     if not isinstance(tools, list):
         raise UserError(f"{where}: tools must be a list of JSON schemas, not {tools!r:.60}")
-    return {"tools": json.dumps(_plain(tools), ensure_ascii=False)}
+    return {"tools": _plain(tools)}
 
 
 def _plain(value: Any) -> Any:
@@ -241,11 +242,18 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Decimal) else value
 
 
+class ExactJson(Json):
+    """The library's own keeps ten digits of a fraction, and loses a turn with a whole number of more than 64 bits."""
+
+    def decode_example(self, example_data: str, token_per_repo_id: Any = None) -> Any:
+        return json.loads(example_data)
+
+
 def to_dataset(rows: list[Row]) -> Dataset:
-    """Rows for TRL. Turns stay as they are (Json): a column of structs would give each the fields of all others."""
+    """Rows for TRL. Turns and tools are JSON: a column of structs would give each the fields of all others."""
     disable_progress_bars()  # of TRL's tokenization too: they redraw themselves all over a log file
-    columns = [name for name in TURNS if name in rows[0]]
-    features: dict[str, Any] = {name: List(Json()) for name in columns}
+    features = Features({name: ExactJson() for name in TURNS if name in rows[0]})
     if any("tools" in row for row in rows):
-        features["tools"] = Value("string")
-    return Dataset.from_list([{name: row.get(name) for name in features} for row in rows], Features(features))
+        features["tools"] = Value("string")  # TRL reads it
+    columns = {n: [json.dumps(row[n], default=str) if n in row else None for row in rows] for n in features}
+    return Dataset(pyarrow.table(columns, schema=features.arrow_schema), DatasetInfo(features=features))

@@ -288,7 +288,8 @@ def test_tool_calls_and_tools_reach_the_template_as_they_are():
         answer = {"role": "tool", "name": "f", "content": "3"}
         return {"messages": [TALK[0], call, answer, TALK[3]], "tools": [tool]}
 
-    rows = [row({"1": 2}), row({"3": {"4": 0.5}}), {"messages": TALK}]
+    numbers = [0.7, 1 / 3, 10**20, -(2**63) - 1, 5e-324, -0.0]  # as the library's own JSON would not keep them
+    rows = [row({"1": 2}), row({"3": {"4": 0.5}}), {"messages": TALK}, row({"1": numbers})]
     tokenizer = tiny_tokenizer(template)
     for found, made in zip(trainer_of(rows, template=template).train_dataset, rows, strict=True):
         text = tokenizer.apply_chat_template(made["messages"], tools=made.get("tools"), tokenize=False)
