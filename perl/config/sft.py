@@ -68,6 +68,11 @@ def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[
                 f"--config.training.{field} {training[field]}: perl.train and perl/eval.py would take the model's own;"
                 f" put it into {file} in the model's folder, where all three read it"
             )
+    if (training.dataset_num_proc or 1) > 1:
+        raise UserError(
+            f"--config.training.dataset_num_proc {training.dataset_num_proc}: on their way to other processes numbers in"
+            " turns would be rounded; leave it out"
+        )
     if training.dataset_kwargs:
         raise UserError("--config.training.dataset_kwargs: rows are prepared by perl.sft; leave it out")
     return []
