@@ -70,8 +70,8 @@ def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[
             )
     if (training.dataset_num_proc or 1) > 1:
         raise UserError(
-            f"--config.training.dataset_num_proc {training.dataset_num_proc}: on their way to other processes numbers in"
-            " turns would be rounded; leave it out"
+            f"--config.training.dataset_num_proc {training.dataset_num_proc}: numbers in turns would be"
+            " rounded on their way to other processes; leave it out"
         )
     if training.dataset_kwargs:
         raise UserError("--config.training.dataset_kwargs: rows are prepared by perl.sft; leave it out")

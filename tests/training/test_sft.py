@@ -428,7 +428,7 @@ def test_a_mistake_in_the_rows_is_one_line(tmp_path, model, rows, says):
         ({"dataset__eval_dataset": "gsm8k"}, "is never looked at; write --config.training.eval_strategy epoch"),
         ({"training__packing": "true", "training__max_length": "null"}, "give it a number"),
         ({"training__chat_template_path": "a.jinja"}, "own; put it into chat_template.jinja in the model"),
-        ({"training__dataset_num_proc": "2"}, "numbers in turns would be rounded; leave it out"),
+        ({"training__dataset_num_proc": "2"}, "numbers in turns would be rounded on their way to other"),
         ({"training__eos_token": "<|end|>"}, "own; put it into tokenizer_config.json in the model's folder"),
         ({"training__max_steps": 0}, "no step to train"),
         ({"training__assistant_only_loss": "true"}, "{% generation %}"),
