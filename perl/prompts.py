@@ -67,6 +67,7 @@ def encode(
     images: Sequence[bytes] = (),
     template_kwargs: Mapping[str, Any] | None = None,
     answered: bool = False,
+    where: str = "",
 ) -> list[int]:
     """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins.
 
@@ -75,37 +76,50 @@ def encode(
         images: the files of the images in the messages.
         template_kwargs: what the chat template is given besides (training.chat_template_kwargs).
         answered: the assistant's turn is the last of `messages`; nothing begins behind it.
+        where: the row, for messages to the user.
 
     Raises a UserError where the chat template fails, makes nothing, or takes longer than TEMPLATE_LIMIT_S.
     """
-    from jinja2 import TemplateError
-
     chat = filled(messages, images) if images else list(messages)
     # The tokenizer's own warning of a long text says of rows that are dropped for their length that they would fail.
     quiet: dict[str, Any] = {} if hasattr(tokenizer, "image_processor") else {"tokenizer_kwargs": {"verbose": False}}
+    given = {"tokenize": True, "return_dict": False, **quiet}
+    return list(_apply(tokenizer, chat, template_kwargs, not answered, where, **given))
+
+
+def worded(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any] | None = None,
+    answered: bool = False,
+    where: str = "",
+) -> str:
+    """What the tokens of `messages` say. Arguments and errors as in `encode`."""
+    return _apply(tokenizer, list(messages), template_kwargs, not answered, where, tokenize=False)
+
+
+def _apply(
+    tokenizer: Any, chat: list[Any], given: Mapping[str, Any] | None, asks: bool, where: str, **options: Any
+) -> Any:
+    from jinja2 import TemplateError
+
+    whose = f"{where}: {_name(tokenizer)}" if where else _name(tokenizer)
     try:
         with _limited(TEMPLATE_LIMIT_S):
-            ids: Any = tokenizer.apply_chat_template(
-                chat,
-                add_generation_prompt=not answered,
-                tokenize=True,
-                return_dict=False,
-                **quiet,
-                **(template_kwargs or {}),
-            )
+            made = tokenizer.apply_chat_template(chat, add_generation_prompt=asks, **options, **(given or {}))
     except TimeoutError as error:
         raise UserError(
-            f"{_name(tokenizer)}: the chat template takes more than {TEMPLATE_LIMIT_S:g} s for a prompt; correct"
+            f"{whose}: the chat template takes more than {TEMPLATE_LIMIT_S:g} s for a prompt; correct"
             " chat_template.jinja"
         ) from error
     except (TemplateError, TypeError, KeyError) as error:  # what a template's own expressions raise
-        raise UserError(f"{_name(tokenizer)}: the chat template fails: {error}; correct chat_template.jinja") from error
-    ids = ids[0] if ids and isinstance(ids[0], list) else ids  # a processor gives a list of one
-    if not ids:
         raise UserError(
-            f"{_name(tokenizer)}: the chat template makes no tokens of a prompt; correct chat_template.jinja"
-        )
-    return list(ids)
+            f"{whose}: the chat template fails: {error}; correct the prompt, or chat_template.jinja"
+        ) from error
+    made = made[0] if made and isinstance(made[0], list) else made  # a processor gives a list of one
+    if not made:
+        raise UserError(f"{whose}: the chat template makes no tokens of a prompt; correct chat_template.jinja")
+    return made
 
 
 class ChatTemplate:
@@ -119,18 +133,18 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, given: Mapping[str, Any] | None = None):
         self.tokenizer, self.given = tokenizer, dict(given or {})
 
-    def prompt(self, messages: Sequence[Message], images: Sequence[bytes] = ()) -> list[int]:
+    def prompt(self, messages: Sequence[Message], images: Sequence[bytes] = (), where: str = "") -> list[int]:
         """The tokens of a prompt, ending where the assistant's turn begins.
 
         Args:
             images: the files of the images in the messages.
+            where: the row, for messages to the user.
         """
-        return encode(self.tokenizer, messages, images, self.given)
+        return encode(self.tokenizer, messages, images, self.given, where=where)
 
     def text(self, messages: Sequence[Message]) -> str:
         """What the tokens of a prompt say."""
-        options = {**self.given, "add_generation_prompt": True, "tokenize": False}
-        return str(self.tokenizer.apply_chat_template(list(messages), **options))
+        return worded(self.tokenizer, messages, self.given)
 
 
 @contextlib.contextmanager

@@ -97,10 +97,10 @@ class ConversationTemplate(ChatTemplate):
 
     # What stands in the policy's context
 
-    def prompt(self, messages: Sequence[Message], images: Sequence[bytes] = ()) -> list[int]:
+    def prompt(self, messages: Sequence[Message], images: Sequence[bytes] = (), where: str = "") -> list[int]:
         """The tokens of a prompt, its tools listed, ending where the assistant's turn begins."""
         messages, further = self._asked(messages)
-        return encode(self.tokenizer, messages, images, {**self.kwargs, **further})
+        return encode(self.tokenizer, messages, images, {**self.kwargs, **further}, where=where)
 
     def text(self, messages: Sequence[Message]) -> str:
         messages, further = self._asked(messages)

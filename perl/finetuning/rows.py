@@ -29,7 +29,7 @@ from perl.grading.entries import read_entry
 from perl.grading.rules import RULES
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
-from perl.prompts import build_messages, encode
+from perl.prompts import build_messages, worded
 from perl.runs import checkpoints, rundir
 from perl.runs.setup import (
     MODEL_FLAG,
@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 FORMS = "messages; prompt and completion; question and answer"
 TURNS = ("messages", "prompt", "completion")
 """Columns that hold turns of a chat."""
+WHERE = "where"
+"""A row's place, for messages to the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +99,11 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     split = data.split or training_split(data.dataset_name_or_path)
     rows = read(data.dataset_name_or_path, split, data.example_numbers, data.task, data.system_prompt)
     check_loss(training, rows[0], tokenizer)
-    encode(tokenizer, rows[0]["messages" if "messages" in rows[0] else "prompt"])
     eval_rows = []
     if data.eval_dataset is not None:
         eval_rows = read(data.eval_dataset, data.eval_split, data.eval_example_numbers, data.task, data.system_prompt)
         check_loss(training, eval_rows[0], tokenizer)
+    check_template([*rows, *eval_rows], tokenizer)
     log.info("%d rows from %s", len(rows), data.dataset_name_or_path)
     return CheckedRows(
         tokenizer=tokenizer,
@@ -134,6 +136,16 @@ def check_loss(training: SFTTrainingConfig, row: Row, tokenizer: PreTrainedToken
         ) from error
 
 
+def check_template(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    """The chat template must take each row: its prompt and the whole, as TRL asks for them."""
+    for row in rows:
+        prompt, tools = row.get("prompt"), {"tools": row.get("tools")}
+        if prompt is not None:
+            worded(tokenizer, prompt, tools, where=row[WHERE])
+        whole = row["messages"] if prompt is None else prompt + row["completion"]
+        worded(tokenizer, whole, tools, answered=True, where=row[WHERE])
+
+
 def learned(training: SFTTrainingConfig, row: Row) -> str:
     """Which tokens of rows like this one TRL's SFTTrainer learns."""
     if training.assistant_only_loss:
@@ -161,7 +173,7 @@ def _rows(spec: str, split: str | None, task: str | None, system_prompt: str | N
         if any(row.get(name) for name in ("image", "images", "videos")):
             raise UserError(f"{where}: perl.sft takes no images; train on rows of text")
         made = _chat(row, where, system_prompt) or _worked_answer(row, where, known, system_prompt)
-        made |= _tools(row, where)
+        made |= _tools(row, where) | {WHERE: where}
         require_characters(made, where)
         yield made, where
 

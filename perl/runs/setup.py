@@ -202,7 +202,7 @@ def build_dataset(
     """
     problems = _problems(config, graded, columns)
     rows = [_row(problem, config.system_prompt, has_images(template.tokenizer)) for problem in problems]
-    prompts = [template.prompt(row["prompt"], p.images) for row, p in zip(rows, problems, strict=True)]
+    prompts = [template.prompt(row["prompt"], p.images, p.source) for row, p in zip(rows, problems, strict=True)]
     if limits is not None:
         for token_ids, problem in zip(prompts, problems, strict=True):
             require_known(token_ids, limits.vocabulary, problem.source)

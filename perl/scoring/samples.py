@@ -43,7 +43,8 @@ def make_samples(
     for problem, key in zip(problems, problem_keys(problems), strict=True):
         messages = build_messages(problem, styles[problem.task])
         messages = fitted(messages, problem.images, has_images(template.tokenizer), problem.source)
-        token_ids, text = tuple(template.prompt(messages, problem.images)), template.text(messages)
+        token_ids = tuple(template.prompt(messages, problem.images, problem.source))
+        text = template.text(messages)
         samples += [
             Sample(
                 token_ids=token_ids,

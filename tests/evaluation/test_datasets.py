@@ -48,7 +48,7 @@ def test_the_chat_template_gets_its_arguments(config, sums):
         assert other.prompt_text == f"{one.prompt_text}0 0"
     assert "chat_template_kwargs" not in plain.asked
     assert made.asked["chat_template_kwargs"] == {"enable_thinking": False}
-    with pytest.raises(UserError, match="the chat template fails: "):
+    with pytest.raises(UserError, match=r"^sums\.jsonl:1: .*: the chat template fails: "):
         load_problem_set(config, ChatTemplate(tokenizer, {"tokenize": True}), str(sums), "sums")
 
 

@@ -445,6 +445,42 @@ def test_a_mistake_in_the_flags_is_one_line(tmp_path, model, data, changes, says
     assert not (tmp_path / "run").exists()
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+ALTERNATE = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+ALTERNATE += "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}so"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "says"),
+    [
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", {"messages": [TALK[0], CALL]}, "concatenate"),
+        (ALTERNATE, {"messages": [TALK[0], *TALK]}, "roles must alternate"),
+        (ALTERNATE, {"prompt": TALK[:2], "completion": "3"}, "roles must alternate"),
+        ("so{% if tools %}{{ tools[0] + 'so' }}{% endif %}", {"messages": TALK, "tools": [{"a": 1}]}, "unsupported"),
+        (
+            "so{% if add_generation_prompt and messages[-1].role != 'user' %}{{ raise_exception('no question') }}"
+            "{% endif %}",
+            {"prompt": TALK[:2], "completion": TALK[2:]},
+            "no question",
+        ),
+    ],
+)
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_row_that_the_chat_template_does_not_take_is_named_before_the_model_is_loaded(
+    tmp_path, monkeypatch, evaluated, template, row, says
+):
+    model = save_tiny(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    good = {"messages": TALK} if "messages" in row else {"prompt": "so", "completion": "3"}
+    rows, fine = write(tmp_path / "rows.jsonl", [good, row]), write(tmp_path / "fine.jsonl", [good])
+    more = {"dataset__eval_dataset": rows, "training__eval_strategy": "epoch"} if evaluated else {}
+    monkeypatch.setattr("perl.finetuning.sft.load_model", None)
+    with pytest.raises(
+        UserError, match=rf"^rows\.jsonl:2: .*model: the chat template fails: .*{says}.*; correct the pr"
+    ):
+        fine_tune(argv(model, fine if evaluated else rows, tmp_path / "run", **more))
+
+
 def test_completion_only_loss_of_messages_is_refused(tmp_path, model):
     file = write(tmp_path / "rows.jsonl", [{"messages": TALK}])
     with pytest.raises(UserError, match="rows of messages have no completion"):
