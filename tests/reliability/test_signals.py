@@ -135,6 +135,7 @@ def test_a_clock_that_is_set_back(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("command", ["merge", "fetch"])
 def test_a_model_that_is_written_at_a_signal_leaves_nothing(command, sign, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in a script's background ignores it
     words = [f"--model={originals()}/model", f"--adapter={originals()}/adapter"]
     if command == "fetch":
         words = [next(iter(fetch.MODELS))]
@@ -142,8 +143,11 @@ def test_a_model_that_is_written_at_a_signal_leaves_nothing(command, sign, tmp_p
         monkeypatch.setattr(fetch, "download", lambda *_: None)
         monkeypatch.setattr(fetch, "read_gguf", lambda *_: (None, None))
     signalled(monkeypatch, f"perl.{'adapters' if command == 'merge' else 'tools'}.{command}.{SAVES[command]}", sign)
-    with pytest.raises(SystemExit) as end, report_errors():
-        sys.exit(perl_command([command, *words, "--output", "made"]))
+    try:
+        with pytest.raises(SystemExit) as end, report_errors():
+            sys.exit(perl_command([command, *words, "--output", "made"]))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert end.value.code == 128 + sign
     assert capfd.readouterr().err.endswith(f"stopped: {sign.name}; what was not finished is removed\n")
     assert list(tmp_path.iterdir()) == []

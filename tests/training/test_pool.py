@@ -158,7 +158,7 @@ class Validated(TrainerCallback):
 def test_workers_draw_no_batch_beyond_the_last_one_and_a_steps_batches_by_one_packed_policy(tmp_path, monkeypatch):
     """Two steps of two generation batches each, of two prompts."""
     packs = []
-    monkeypatch.setattr("perl.training.pool.to_bytes", lambda tensors: packs.append(1) or to_bytes(tensors))
+    monkeypatch.setattr("perl.training.pool.to_bytes", lambda *given: packs.append(1) or to_bytes(*given))
     model = save_tiny(tmp_path / "model", scale=4.0)
     window = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
     _, trainer, _ = train(model, tmp_path / "run", 1, 1, max_steps=2, num_generations=4, **window)
