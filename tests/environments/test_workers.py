@@ -65,8 +65,7 @@ def test_the_run_is_the_same_with_a_lag_a_worker_that_is_killed_and_a_resumed_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["dora", "lora_fa", "vera", "ia3", "ln_tuning", "hra", "oft", "miss", "adalora",
-                                     "pissa", "none"])  # fmt: skip
+@pytest.mark.parametrize("adapter", ["dora", "none"])  # all of them: tests/training/test_pool.py
 def test_so_it_is_with_other_methods(place, tmp_path, adapter):
     settings = {"adapter": adapter, "max_steps": 2} | ({"learning_rate": 1e-3} if adapter == "none" else {})
     two = train(place, tmp_path / "two", rollout={"workers": 2}, **settings)
@@ -75,7 +74,7 @@ def test_so_it_is_with_other_methods(place, tmp_path, adapter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["dapo", "gdpo", "ppo", "reinforce_plus_plus", "remax", "rloo"])
+@pytest.mark.parametrize("algorithm", ["dapo", "ppo", "remax"])
 def test_so_it_is_with_other_algorithms(place, tmp_path, algorithm):
     settings = {"max_steps": 2} | fields_of(algorithm)
     two = train(place, tmp_path / "two", rollout={"workers": 2}, **settings)

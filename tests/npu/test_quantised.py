@@ -72,7 +72,7 @@ def test_a_training_draws_by_them_and_goes_on_from_a_checkpoint(answer, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])
+@pytest.mark.parametrize("strategy", ["npu_4", "zero3", "npu_fsdp2"])
 def test_workers_of_two_processes_draw_by_them(run_npu, tmp_path, strategy):
     said = by_workers(run_npu, tmp_path, strategy, 1, quantization="int8")
     assert said["same"]

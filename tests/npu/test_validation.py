@@ -52,7 +52,7 @@ def words(folder: Path, **changes: object) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
 
 
-@pytest.mark.parametrize("strategy", ["cpu", "npu_ddp", "zero3", "npu_fsdp2"])
+@pytest.mark.parametrize("strategy", ["cpu", "zero3", "npu_fsdp2"])
 def test_two_processes_score_what_the_evaluator_does_and_train_as_without_it(run_npu, tmp_path, strategy):
     save_tiny(tmp_path / "model", scale=4.0)
     (tmp_path / "sums.jsonl").write_text(rows(range(8)))

@@ -190,12 +190,11 @@ def test_the_sandbox_has_the_name_of_verls_recipe_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["tool", "text"])
-def test_all_stages(arm, tmp_path):
+def test_all_stages(tmp_path):
     """A model whose vocabulary has whole calls of the tool: the base draws some, and its code really runs."""
     model = save_bytes(tmp_path / "model", retool.TEMPLATE.read_text())
     command = [sys.executable, "-m", "perl", "retool", "--output_dir", str(tmp_path / "run"), "--model", str(model)]
-    command += ["--arm", arm, "--sft_rows", "8", "--grpo_rows", "16", "--held_out", "3", "--sandbox", "limits"]
+    command += ["--sft_rows", "8", "--grpo_rows", "16", "--held_out", "3", "--sandbox", "limits"]
     command += ["--sft_steps", "2", "--grpo_steps", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -208,10 +207,10 @@ def test_all_stages(arm, tmp_path):
         assert not (tmp_path / "run" / f"after_{stage}" / "merged").exists()
     logged = [json.loads(line) for line in (tmp_path / "run" / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "loss" in row] == [1, 2]
-    assert ("tools/call_frequency" in logged[0]) == (arm == "tool")
+    assert "tools/call_frequency" in logged[0]
     line = row_of(tmp_path / "run", tokens=7)
     assert {name: line[name] for name in result} == result
-    assert (line["steps"], line["sft_tokens"], line["settings"]["arm"]) == (2, 7, arm)
+    assert (line["steps"], line["sft_tokens"], line["settings"]["arm"]) == (2, 7, "tool")
     assert line["step_s"] == pytest.approx(sum(row.get("step_time", 0.0) for row in logged) / 2, abs=0.01)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert again.stdout.count("finished before") == 5
