@@ -1,6 +1,6 @@
 """Twelve faults by which a policy does not reach the worker that draws: does the run stop, and what does it say?
 
-    python -m benchmarks.delivery [--only "half of it" ...] [--clean 1000]
+    python -m benchmarks.delivery [--only "half of it" ...] [--clean 1000] [--bf16]
 
 A training of a random model of two layers, drawn by one worker process, without a fault until step FAULTY; from there
 on the worker draws with another policy than the trainer has sent. Each fault is injected twice: as the run is, and with
@@ -242,16 +242,26 @@ def open_trainer(base: str, folder: Path, rollout: RolloutConfig, **settings: An
     )
 
 
-def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "", proof: bool = True) -> Outcome:
+def train(
+    base: str,
+    folder: Path,
+    steps: int,
+    fault: str | None,
+    other: str = "",
+    *,
+    proof: bool = True,
+    bf16: bool = False,
+) -> Outcome:
     """A training of `steps` steps with one worker.
 
     Args:
         other: folder of another base.
         proof: the answers' digests and names are looked at.
+        bf16: trainer and worker compute in bfloat16.
     """
     trainer = open_trainer(
         base, folder, RolloutConfig(engine="fast", workers=1, piece_size=GROUP),
-        max_steps=steps, learning_rate=1e-2 if fault else 1e-3,
+        max_steps=steps, learning_rate=1e-2 if fault else 1e-3, bf16=bf16,
     )  # fmt: skip
     engine = trainer.step.engine
     open_pool = engine._open_pool
@@ -286,12 +296,12 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
 
 
-def measure(fault: str, folder: Path) -> dict[str, Any]:
+def measure(fault: str, folder: Path, bf16: bool) -> dict[str, Any]:
     """A row of the table."""
     base, other = make_base(folder / "base", 0), make_base(folder / "other", 1)
     at = {"another base": 0, "stale prefix cache": 1}.get(fault, FAULTY)
-    stopped = train(base, folder / "run", FAULTY + 3, fault, other)
-    alone = train(base, folder / "run", FAULTY + 3, fault, other, proof=False)
+    stopped = train(base, folder / "run", FAULTY + 3, fault, other, bf16=bf16)
+    alone = train(base, folder / "run", FAULTY + 3, fault, other, proof=False, bf16=bf16)
     return {
         "fault": fault,
         "step": at,
@@ -308,6 +318,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--clean", type=int, default=1000, help="steps without a fault; 0: none")
+    parser.add_argument("--bf16", action="store_true", help="trainer and worker compute in bfloat16")
     return parser
 
 
@@ -318,11 +329,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, clean = [], Outcome(0, None, 0.0)
     with tempfile.TemporaryDirectory(prefix="delivery-") as name:
         for fault in options.only:
-            rows.append(measure(fault, Path(name) / fault.replace(" ", "_")))
+            rows.append(measure(fault, Path(name) / fault.replace(" ", "_"), options.bf16))
             print(f"{fault}: step {rows[-1]['stopped_at']}, {rows[-1]['nats']} nats: {rows[-1]['line']}", flush=True)
         if options.clean:
             base = make_base(Path(name) / "base", 0)
-            clean = train(base, Path(name) / "clean", options.clean, None)
+            clean = train(base, Path(name) / "clean", options.clean, None, bf16=options.bf16)
     heads = [
         "fault",
         "from step",
@@ -338,7 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows
     ]))  # fmt: skip
     print(json.dumps({
-        "benchmark": "delivery", "perl": perl.__version__, "stopped": sum(row["within_one_step"] for row in rows),
+        "benchmark": "delivery", "perl": perl.__version__, "dtype": "bfloat16" if options.bf16 else "float32",
+        "stopped": sum(row["within_one_step"] for row in rows),
         "injected": len(rows), "clean_steps": clean.steps, "false_alarms": int(clean.line is not None),
         "clean_nats": clean.apart, "seconds": round(time.monotonic() - began), "rows": rows,
     }))  # fmt: skip

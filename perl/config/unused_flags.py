@@ -234,7 +234,11 @@ RULES: tuple[Rule, ...] = (
     unread("max_tool_calling_iterations", "environment.max_turns bounds the turns of a completion"),
     unread("pad_to_multiple_of", "micro-batches are packed, or padded to their longest row"),
     unread("ref_model_", "the reference is the model that the run begins with, and never changes"),
-    only_with("training.log_unique_prompts training.num_completions_to_print", "training.log_completions", True),
+    only_with(
+        "training.log_completions_hub_repo training.log_unique_prompts training.num_completions_to_print",
+        "training.log_completions",
+        True,
+    ),
     Rule(
         ("reward.deadline_s",),
         lambda v: "accuracy" in v.reward.functions or bool(v.validation.datasets),

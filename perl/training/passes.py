@@ -18,13 +18,14 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from perl.base.errors import RankError, UserError, say_once
+from perl.base.errors import RankError, UserError
 from perl.config.derived import batches_ahead, correction_of
 from perl.device import to_device
 from perl.engines.base import evaluation_mode
@@ -58,8 +59,12 @@ at different places (autocast, packing, the cache): random weights, whose every 
 logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
 layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
 SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
-SUSPICIOUS, GROWN = 0.01, 4.0
-"""A difference within TOLERANCE is told of above so many nats, and so many times the first one."""
+EFFECT, SHARE, BEYOND = 0.01, 0.5, 20.0
+"""Within TOLERANCE a worker may still draw with another policy, as an adapter may change less than 16 bits round. But
+rounding does not point where the adapter does: sampler minus trainer is not to be SHARE of what leaving out the adapter
+would change, to that side or the other, and that share BEYOND times as long as rounding (as vectors over the tokens of
+a row, or of all rows; rounding is the root mean square of the last comparison). Asked where the adapter changes a token
+by EFFECT nats on average."""
 PASS_TOKENS = 16_384
 """Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
 by layer."""
@@ -200,15 +205,16 @@ class Samplers:
     noise: NoiseInjector | None
 
     @torch.no_grad()
-    def logps(self, batch: Batch, noisy: bool = True) -> torch.Tensor:
+    def logps(self, batch: Batch, *, noisy: bool = True, adapted: bool = True) -> torch.Tensor:
         """float32 [rows, width]: log-probabilities by the policy that has drawn each row, its base not quantised, with
-        or without its noise. Every process must come here."""
+        or without its noise, with or without its adapter. Every process must come here."""
         drew = [row.weights for row in batch.rows]
         logps = torch.empty((len(drew), batch.width), device=self.processes.device)
         for weights in sorted(set(self.processes.gathered(list(set(drew))))):
             places = [place for place, each in enumerate(drew) if each == weights]
             rows = [batch.rows[place] for place in places or [0]]  # every process makes each pass
-            with self.policy(weights, noisy) as policy:
+            without = nullcontext() if adapted else self.passes.policy.without_adapter()
+            with self.policy(weights, noisy) as policy, without:
                 made = self.passes.logps(policy, rows, batch.width)
             logps[places] = made[: len(places)]
         return logps
@@ -233,8 +239,9 @@ class SamplerCheck:
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
         quantised: the engine draws with a quantised base, and the trainer's own is another one.
         noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
+        sends_adapter: workers draw with an adapter that they were sent, and do not merge it at any price.
         tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
-        first: that difference as workers drew for the first time.
+        rounding: root mean square of that difference in the last comparison; None before the first one.
     """
 
     samplers: Samplers
@@ -246,8 +253,9 @@ class SamplerCheck:
     exact: bool = False
     quantised: bool = False
     noise_of_all: bool = False
+    sends_adapter: bool = False
     tolerance: float | None = None
-    first: float | None = None
+    rounding: float | None = None
 
     @classmethod
     def of(cls, config: Config, **parts: Any) -> SamplerCheck:
@@ -264,6 +272,10 @@ class SamplerCheck:
             exact=rollout.behaviour == "exact" and (corrected or threshold is not None),
             quantised=quantised,
             noise_of_all=noise.enabled and quantised and noise.schedule == "target_kl",
+            sends_adapter=rollout.workers > 0
+            and config.peft.type != "none"
+            and not quantised
+            and rollout.merge_adapter is not True,
         )
 
     @torch.no_grad()
@@ -287,15 +299,17 @@ class SamplerCheck:
         spread = max(1, len(batch.rows) // COMPARED_ROWS)
         if engine.remote and engine.piece_size:
             spread = min(spread, engine.piece_size)  # of each piece, as another copy may have drawn it
-        some = range(0, len(batch.rows), spread)
-        few = batch if self.exact or self.noise_of_all else batch.select(some)
+        some = list(range(0, len(batch.rows), spread))
+        few = batch.select(some)
+        compared = batch if self.exact or self.noise_of_all else few
         with self.clock("rollout"):
-            trainer = self.samplers.logps(few)
+            trainer = self.samplers.logps(compared)
+        assert compared.sampler is not None
         drawn = torch.tensor(
-            [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=processes.device
+            [[*row.sampled, *[False] * (batch.width - len(row.sampled))] for row in compared.rows],
+            device=processes.device,
         )
-        assert few.sampler is not None
-        apart, known = difference(few.sampler, trainer, drawn)
+        apart, known = difference(compared.sampler, trainer, drawn)
         total, count = processes.added_up([apart.abs().sum().item(), float(known.sum())])
         apart_by = total / count if count else None
         self.tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
@@ -304,27 +318,52 @@ class SamplerCheck:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
         if count and engine.remote:
             self.metrics.value("rollout/engine_mismatch", total / count)
-            self._tell_growth(total / count)
-        if self.quantised:
-            if self.exact and not self.noise_of_all:  # no pass over all rows for the log alone
-                few, trainer_of_few, drawn = batch.select(some), trainer[list(some)], drawn[list(some)]
-            else:
-                trainer_of_few = trainer
-            with self.clock("rollout"):
-                self._measure_drift(few, trainer_of_few, drawn)
+        trainer_of_few, drawn_of_few = (trainer, drawn) if compared is few else (trainer[some], drawn[some])
+        with self.clock("rollout"):
+            if self.sends_adapter:
+                self._require_adapter(few, trainer_of_few, drawn_of_few, apart_by or 0.0)
+            if self.quantised and self.noise_of_all:
+                self._measure_drift(batch, trainer, drawn)
+            elif self.quantised:  # no pass over all rows for the log alone
+                self._measure_drift(few, trainer_of_few, drawn_of_few)
         if self.exact:
             batch.sampler = trainer.masked_fill(~known, math.nan)
 
-    def _tell_growth(self, apart: float) -> None:
-        """In 16 bits rounding may leave more than an adapter changes at first: one line where workers are further from
-        the trainer than rounding was."""
-        self.first = apart if self.first is None else self.first
-        if self.tolerance is not None and SUSPICIOUS < apart <= self.tolerance and apart > GROWN * self.first:
-            say_once(
-                f"rollout: the workers' log-probabilities are {apart:.2g} nats from the trainer's, and were"
-                f" {self.first:.2g} at first: rounding may reach {self.tolerance:.2g}, but workers that draw without"
-                " their adapter, or with a stale cache, look like this (rollout/engine_mismatch)"
+    def _require_adapter(self, few: Batch, trainer: torch.Tensor, drawn: torch.Tensor, apart_by: float) -> None:
+        """Raise a RankError where a worker draws as without the adapter that it was sent, or as with two of it: see
+        SHARE. Of a row by itself too, as another worker may have drawn it. Every process must come here.
+
+        Args:
+            trainer: float32 [rows, width], log-probabilities by the policy that was sent.
+            drawn: bool [rows, width], tokens that the engine drew.
+            apart_by: nats a token between both, of all rows.
+        """
+        assert few.sampler is not None
+        without = self.samplers.logps(few, adapted=False)
+        apart, known = difference(trainer, few.sampler, drawn)
+        effect, _ = difference(trainer, without, known)
+        parts = (apart * effect, effect.square(), apart.square(), effect.abs(), known.float())
+        sums = torch.stack([part.sum(dim=1) for part in parts]).double().cpu()
+        whole = sums.new_tensor(self.samplers.processes.added_up(sums.sum(dim=1).tolist()))
+        along, effects, squares, moved, tokens = torch.cat([sums, whole[:, None]], dim=1)
+        share = along / effects  # of least squares; NaN where the adapter does nothing, and then nothing is wrong
+        unexplained = (squares - torch.nan_to_num(along * share)).clamp(min=0.0) / tokens
+        rounding = unexplained[-1].sqrt().item() if self.rounding is None else self.rounding
+        length = share.abs() * effects.sqrt()
+        wrong = (moved >= EFFECT * tokens) & (share.abs() >= SHARE) & (length >= BEYOND * rounding)
+        percent = torch.nan_to_num(100 * share * wrong).round().int()
+        missing, doubled = self.samplers.processes.largest([int(percent.max()), -int(percent.min())])
+        if missing or doubled:
+            off = missing >= doubled
+            to, why = ("without", "off") if off else ("of twice", "merged twice")
+            raise RankError(
+                "rollout: a worker holds the policy that it was sent, and does not draw with it: its log-probabilities"
+                f" are {apart_by:.2g} nats from the trainer's, {max(missing, doubled)}% of the way to those {to} the"
+                f" adapter, which is {why}, or a cache is another policy's; --config.rollout.workers 0 draws in the"
+                " trainer"
             )
+        if tokens[-1]:
+            self.rounding = (squares[-1] / tokens[-1]).sqrt().item()
 
     def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
         """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence

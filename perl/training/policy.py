@@ -82,6 +82,10 @@ class Policy:
         with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
             yield self.wrapped
 
+    def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside it the base alone computes."""
+        return use_adapter(self.bare, adapter_name=None)
+
     def without_checkpointing(self) -> contextlib.AbstractContextManager[Any]:
         """Inside it no forward of the policy keeps anything for a backward."""
         return disable_gradient_checkpointing(self.wrapped, self.trainer.args.gradient_checkpointing_kwargs)

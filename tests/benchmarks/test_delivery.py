@@ -17,3 +17,11 @@ def test_a_run_stops_at_the_first_batch_of_a_faulty_worker(capfd):
     assert "a worker holds another policy than version 2 that it was sent" in half["line"]
     assert "a worker holds the policy that it was sent, and does not draw with it" in unnamed["line"]
     assert "the policy that was sent can't be read" in truncated["line"]
+
+
+@pytest.mark.slow
+def test_in_16_bits_too_where_the_difference_is_within_rounding(capfd):
+    delivery.main(["--only", "not named", "stale prefix cache", "merged twice", "--clean", "5", "--bf16"])
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (found["stopped"], found["injected"], found["false_alarms"], found["clean_steps"]) == (3, 3, 0, 5)
+    assert found["clean_nats"] > 1e-3  # which float32 does not leave

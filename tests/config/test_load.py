@@ -720,6 +720,7 @@ def test_fields_that_a_run_cannot_follow_are_refused(name, value):
         ("data_seed 7", "data_seed has no effect: perl reads the prompts itself, in the order of common.seed"),
         ("max_tool_calling_iterations 3", "has no effect: environment.max_turns bounds the turns"),
         ("metric_for_best_model loss", "has no effect: it is of TRL's own evaluation"),
+        ("log_completions_hub_repo a/b", "log_completions_hub_repo has no effect: training.log_completions is false"),
         ("importance_sampling_level sequence loss_type vespo", "has no effect: loss_type vespo weighs by the ratio of"),
         ("num_completions_to_print 3", "has no effect: training.log_completions is false"),
         ("vllm_importance_sampling_cap 2", "has no effect: rollout.importance_correction is none"),

@@ -1,11 +1,13 @@
 """What stops a run whose worker can't read its policy, or holds it and draws with another (benchmarks.delivery)."""
 
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,14 @@ from transformers import GenerationConfig
 
 from perl.adapters.delivery import base_digest, delivered, digest, from_bytes, put_into, to_bytes
 from perl.base.errors import RankError
-from perl.config.schema import RolloutConfig
+from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.device.numerics import Numerics
 from perl.engines.torch_copy import TorchCopy
 from perl.engines.torch_policy import TorchRules
 from perl.noise.injector import NoiseInjector
 from perl.records import Trajectory, Weights
 from perl.training.batch import Batch
+from perl.training.passes import SamplerCheck, Samplers
 from perl.workers.rollouts import Piece, RolloutJob, Version
 from perl.workers.worker import Ready, Result
 from tests.tiny import save_tiny, tiny_model
@@ -100,17 +103,78 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
     assert asked == list(range(0, 16, min(pieces, 4)))
 
 
-def test_workers_that_are_further_from_the_trainer_than_rounding_was_are_told_of(caplog):
-    """In 16 bits a policy without its adapter may be within the tolerance."""
-    none: dict = dict.fromkeys(("clock", "metrics", "engine", "processes", "passes"))
-    comparison = compared(**none)
-    comparison.tolerance = 0.2
-    for apart in (0.0078, 0.03):
-        comparison._tell_growth(apart)
-    assert not caplog.text
-    comparison._tell_growth(0.04)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "0.04 nats from the trainer's, and were 0.0078 at first: rounding may reach 0.2" in said
+def rounded(share, *, effect=0.05, rounding=0.004, rows=(0, 1, 2, 3), before=0.004):
+    """Four rows of 50 tokens, drawn with `share` of what leaving out the adapter changes (in `rows`, else nothing of
+    it) and with rounding: of the comparison before this one, too."""
+
+    class Computed(Samplers):
+        def logps(self, batch, *, noisy=True, adapted=True):
+            return torch.full((4, 50), -1.0) if adapted else -1.0 + effect * signs(1)
+
+    def signs(period):
+        return torch.where(torch.arange(50) // period % 2 == 0, 1.0, -1.0).expand(4, 50)
+
+    drew = torch.tensor([share if row in rows else 0.0 for row in range(4)])[:, None]
+    sampler = -1.0 + drew * effect * signs(1) + rounding * signs(2)
+    samplers: Any = Computed.__new__(Computed)
+    samplers.processes = SimpleNamespace(added_up=lambda numbers: numbers, largest=lambda numbers: numbers)
+    none: Any = None
+    check = SamplerCheck(
+        samplers=samplers, metrics=none, clock=none, sampling=none, batches_ahead=0, itemsize=2, sends_adapter=True,
+        rounding=before,
+    )  # fmt: skip
+    few: Any = SimpleNamespace(sampler=sampler)
+    check._require_adapter(few, torch.full((4, 50), -1.0), torch.ones(4, 50, dtype=torch.bool), 0.05)
+    return check.rounding
+
+
+def test_what_rounding_or_too_small_an_adapter_leaves_ends_no_run():
+    """Within 0.2 nats all of them. The two patterns have no direction in common, whose signs change with each token
+    and with every second one."""
+    assert rounded(0.0) == pytest.approx(0.004, rel=1e-4)
+    assert rounded(0.0, rounding=0.15) == pytest.approx(0.15, rel=1e-4)  # that grows
+    assert rounded(0.4) == pytest.approx(math.hypot(0.4 * 0.05, 0.004), rel=1e-4)  # a part of it is lost
+    assert rounded(1.0, effect=0.009) == pytest.approx(math.hypot(0.009, 0.004), rel=1e-4)
+    assert rounded(1.0, before=0.05) == pytest.approx(
+        math.hypot(0.05, 0.004), rel=1e-4
+    )  # rounding was as large as this
+    assert rounded(0.0, effect=0.0) == pytest.approx(0.004, rel=1e-4)  # before the first update
+    assert rounded(0.4, before=None) == pytest.approx(math.hypot(0.4 * 0.05, 0.004), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            {"share": 1.0},
+            "are 0.05 nats from the trainer's, 100% of the way to those without the adapter, which is off",
+        ),
+        ({"share": 1.0, "before": None}, ", 100% of the way"),  # a run that goes on begins with it
+        ({"share": 0.6}, ", 60% of the way"),  # a prefix that is another policy's
+        ({"share": -1.0}, "100% of the way to those of twice the adapter, which is merged twice"),
+        ({"share": 1.0, "rows": (2,)}, ", 100% of the way"),  # one worker of four
+    ],
+)
+def test_a_worker_that_draws_without_its_adapter_ends_the_run_within_rounding_too(how, said):
+    with pytest.raises(RankError, match="does not draw with it") as stopped:
+        rounded(**how)
+    assert said in str(stopped.value)
+
+
+def test_an_adapter_is_looked_for_where_workers_have_one_and_do_not_round_it_away():
+    def looks(peft="lora", **rollout):
+        config: Any = SimpleNamespace(
+            rollout=RolloutConfig(**rollout), peft=PeftConfig(type=peft), noise_injection=NoiseConfig(),
+            training=SimpleNamespace(off_policy_mask_threshold=None),
+        )  # fmt: skip
+        none: Any = dict.fromkeys(("samplers", "metrics", "clock", "sampling", "itemsize"))
+        return SamplerCheck.of(config, **none).sends_adapter
+
+    assert looks(workers=1)
+    assert not looks(workers=0)
+    assert not looks(workers=1, peft="none")
+    assert not looks(workers=1, quantization="int8")
+    assert not looks(workers=1, merge_adapter=True)
 
 
 def test_a_policy_under_activation_checkpointing_is_the_one_that_a_worker_holds():
