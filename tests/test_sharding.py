@@ -18,6 +18,7 @@ from perl.adapters.delivery import delivered, to_bytes
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
 from perl.device.sharding import is_sharded, local, resharded, shard_of, whole
+from perl.training.policy import Policy
 from perl.training.pool import PoolEngine
 from perl.engines.vllm_sync import merged_weights, save_adapter
 from tests.tiny import tiny_model
@@ -110,6 +111,14 @@ for name, alone_s, model_s in zip(("saved", "sent"), *states):
     found[name] = alone_s.keys() == model_s.keys() and all(torch.equal(alone_s[key], model_s[key]) for key in alone_s)
 base = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name in before if "lora_" not in name}
 assert states[1][1].keys() == base
+policy = Policy.__new__(Policy)
+policy.trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+with NoiseInjector(alone, everywhere, [], seed=1, relative=False).applied(0.5, (0, 0)), alone.disable_adapter():
+    want = logits(alone)
+with noise.applied(0.5, (0, 0)), policy.without_adapter():
+    found["without"] = torch.equal(logits(model), want)
+model(input_ids=torch.tensor([[7, 9, 11]])).logits.sum().backward()
+found["learns"] = all(each.grad is not None for name, each in model.named_parameters() if "lora_" in name)
 print(json.dumps(found))
 dist.barrier()  # a rank that leaves early can have gloo end the other one with "terminate called"
 dist.destroy_process_group()
@@ -133,5 +142,5 @@ def test_noise_and_merge_on_shards_are_used_by_the_rollout_and_gone_in_the_next_
         assert rank.returncode == 0, errors[-3000:]
         found = json.loads(output.splitlines()[-1])
         assert found.pop("rollout") < 1e-4
-        names = "merged", "loss", "every bit", "older", "newer", "saved", "sent"
+        names = "merged", "loss", "every bit", "older", "newer", "saved", "sent", "without", "learns"
         assert found == dict.fromkeys(names, True)

@@ -59,12 +59,13 @@ at different places (autocast, packing, the cache): random weights, whose every 
 logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
 layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
 SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
-EFFECT, SHARE, BEYOND = 0.01, 0.5, 20.0
-"""Within TOLERANCE a worker may still draw with another policy, as an adapter may change less than 16 bits round. But
-rounding does not point where the adapter does: sampler minus trainer is not to be SHARE of what leaving out the adapter
-would change, to that side or the other, and that share BEYOND times as long as rounding (as vectors over the tokens of
-a row, or of all rows; rounding is the root mean square of the last comparison). Asked where the adapter changes a token
-by EFFECT nats on average."""
+EFFECT, ABOVE, SHARE, BEYOND = 0.01, 3.0, 0.5, 20.0
+"""Within TOLERANCE a worker may still draw without its adapter, which may change less than that. But rounding does not
+point where the adapter does: sampler minus trainer, as a vector over the tokens of a row or of all rows, is not to have
+SHARE of what leaving out the adapter would change, to that side or the other, and that share is to be BEYOND times the
+root mean square of rounding, so that there are tokens enough. Asked where the adapter changes a token by EFFECT nats on
+average, and by ABOVE times that root mean square: the trainer's own rounding is in both vectors, and of a smaller
+change it makes half."""
 PASS_TOKENS = 16_384
 """Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
 by layer."""
@@ -241,7 +242,7 @@ class SamplerCheck:
         noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
         sends_adapter: workers draw with an adapter that they were sent, and do not merge it at any price.
         tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
-        rounding: root mean square of that difference in the last comparison; None before the first one.
+        rounding: root mean square of what the adapter does not explain of that difference, in the last comparison.
     """
 
     samplers: Samplers
@@ -255,7 +256,7 @@ class SamplerCheck:
     noise_of_all: bool = False
     sends_adapter: bool = False
     tolerance: float | None = None
-    rounding: float | None = None
+    rounding: float = 0.0
 
     @classmethod
     def of(cls, config: Config, **parts: Any) -> SamplerCheck:
@@ -342,15 +343,18 @@ class SamplerCheck:
         without = self.samplers.logps(few, adapted=False)
         apart, known = difference(trainer, few.sampler, drawn)
         effect, _ = difference(trainer, without, known)
-        parts = (apart * effect, effect.square(), apart.square(), effect.abs(), known.float())
+        heaviest = (apart * effect).abs().argmax(dim=1, keepdim=True)  # one token that the trainer rounds much
+        apart, effect, known = (each.scatter(1, heaviest, 0) for each in (apart, effect, known))
+        parts = (apart * effect, effect.square(), effect.abs(), known.float(), apart.square())
         sums = torch.stack([part.sum(dim=1) for part in parts]).double().cpu()
+        sums[4] -= torch.nan_to_num(sums[0].square() / sums[1])  # what a row's own share leaves
         whole = sums.new_tensor(self.samplers.processes.added_up(sums.sum(dim=1).tolist()))
-        along, effects, squares, moved, tokens = torch.cat([sums, whole[:, None]], dim=1)
+        along, effects, moved, tokens, unexplained = torch.cat([sums, whole[:, None]], dim=1)
         share = along / effects  # of least squares; NaN where the adapter does nothing, and then nothing is wrong
-        unexplained = (squares - torch.nan_to_num(along * share)).clamp(min=0.0) / tokens
-        rounding = unexplained[-1].sqrt().item() if self.rounding is None else self.rounding
-        length = share.abs() * effects.sqrt()
-        wrong = (moved >= EFFECT * tokens) & (share.abs() >= SHARE) & (length >= BEYOND * rounding)
+        rounding = math.sqrt(max(0.0, unexplained[-1].item()) / max(1.0, tokens[-1].item()))
+        largest = max(rounding, self.rounding)
+        wrong = (moved >= EFFECT * tokens) & (effects >= (ABOVE * largest) ** 2 * tokens)
+        wrong &= (share.abs() >= SHARE) & (share.abs() * effects.sqrt() >= BEYOND * largest)
         percent = torch.nan_to_num(100 * share * wrong).round().int()
         missing, doubled = self.samplers.processes.largest([int(percent.max()), -int(percent.min())])
         if missing or doubled:
@@ -359,11 +363,10 @@ class SamplerCheck:
             raise RankError(
                 "rollout: a worker holds the policy that it was sent, and does not draw with it: its log-probabilities"
                 f" are {apart_by:.2g} nats from the trainer's, {max(missing, doubled)}% of the way to those {to} the"
-                f" adapter, which is {why}, or a cache is another policy's; --config.rollout.workers 0 draws in the"
+                f" adapter, which is {why}, or a cache is the base's; --config.rollout.workers 0 draws in the"
                 " trainer"
             )
-        if tokens[-1]:
-            self.rounding = (squares[-1] / tokens[-1]).sqrt().item()
+        self.rounding = rounding
 
     def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
         """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence

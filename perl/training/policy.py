@@ -20,6 +20,8 @@ from trl.models.utils import (
 )
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
+from perl.device.sharding import resharded
+
 
 class Policy:
     """
@@ -82,9 +84,12 @@ class Policy:
         with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
             yield self.wrapped
 
-    def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside it the base alone computes."""
-        return use_adapter(self.bare, adapter_name=None)
+    @contextlib.contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside it the base alone computes. PEFT stops training what it switches off, and goes on with what it finds
+        when it switches that on again: FSDP2's shards are to be there both times."""
+        with resharded(self.bare), use_adapter(self.bare, adapter_name=None), resharded(self.bare):
+            yield
 
     def without_checkpointing(self) -> contextlib.AbstractContextManager[Any]:
         """Inside it no forward of the policy keeps anything for a backward."""
