@@ -59,7 +59,7 @@ at different places (autocast, packing, the cache): random weights, whose every 
 logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
 layers, 0.020, makes 0.06 of all. A sampler of int8 or int4 weights is another policy (0.06 to 0.8 nats apart on
 SmolLM2-135M, docs/quantised.md): its bound tells a broken one alone."""
-EFFECT, ABOVE, SHARE, BEYOND = 0.01, 3.0, 0.5, 20.0
+EFFECT, ABOVE, SHARE, BEYOND = 0.01, 4.0, 0.5, 20.0
 """Within TOLERANCE a worker may still draw without its adapter, which may change less than that. But rounding does not
 point where the adapter does: sampler minus trainer, as a vector over the tokens of a row or of all rows, is not to have
 SHARE of what leaving out the adapter would change, to that side or the other, and that share is to be BEYOND times the
@@ -242,7 +242,8 @@ class SamplerCheck:
         noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
         sends_adapter: workers draw with an adapter that they were sent, and do not merge it at any price.
         tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
-        rounding: root mean square of what the adapter does not explain of that difference, in the last comparison.
+        rounding: root mean square of what the adapter does not explain of that difference, in the last comparison; of
+            a larger one before what is left, a tenth less for each comparison since.
     """
 
     samplers: Samplers
@@ -352,9 +353,9 @@ class SamplerCheck:
         along, effects, moved, tokens, unexplained = torch.cat([sums, whole[:, None]], dim=1)
         share = along / effects  # of least squares; NaN where the adapter does nothing, and then nothing is wrong
         rounding = math.sqrt(max(0.0, unexplained[-1].item()) / max(1.0, tokens[-1].item()))
-        largest = max(rounding, self.rounding)
-        wrong = (moved >= EFFECT * tokens) & (effects >= (ABOVE * largest) ** 2 * tokens)
-        wrong &= (share.abs() >= SHARE) & (share.abs() * effects.sqrt() >= BEYOND * largest)
+        before = self.rounding or rounding
+        wrong = (moved >= EFFECT * tokens) & (effects >= (ABOVE * before) ** 2 * tokens)
+        wrong &= (share.abs() >= SHARE) & (share.abs() * effects.sqrt() >= BEYOND * before)
         percent = torch.nan_to_num(100 * share * wrong).round().int()
         missing, doubled = self.samplers.processes.largest([int(percent.max()), -int(percent.min())])
         if missing or doubled:
@@ -366,7 +367,7 @@ class SamplerCheck:
                 f" adapter, which is {why}, or a cache is the base's; --config.rollout.workers 0 draws in the"
                 " trainer"
             )
-        self.rounding = rounding
+        self.rounding = max(rounding, 0.9 * self.rounding)
 
     def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
         """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence

@@ -145,7 +145,7 @@ def test_what_rounding_or_too_small_an_adapter_leaves_ends_no_run():
     assert rounded(0.0, rounding=0.15) == pytest.approx(0.15, rel=0.02)  # that grows
     assert rounded(0.4) == pytest.approx(0.004, rel=0.02)  # a part of it is lost
     assert rounded(1.0, effect=0.009, rounding=0.001) == pytest.approx(0.001, rel=0.02)
-    assert rounded(1.0, before=0.02) == pytest.approx(0.004, rel=0.02)  # rounding was half as large as this
+    assert rounded(1.0, before=0.02) == pytest.approx(0.018)  # rounding was half as large as this
     assert rounded(0.0, effect=0.0) == pytest.approx(0.004, rel=0.02)  # before the first update
 
 
