@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import faulthandler
 import functools
 import importlib.util
 import logging
@@ -156,9 +157,12 @@ def report_errors() -> Iterator[None]:
     printed by the process that meets it, and later by a higher rank, so that the launcher ends those that meet it at
     the same time. A process that has lost another one waits for the launcher too: the other's error is the one to see,
     and its exit code that of the run. Where the reader of stdout has gone (`| head`) the process ends quietly, as with
-    SIGPIPE. What is not caught keeps its traceback, without secrets.
+    SIGPIPE. What is not caught keeps its traceback, without secrets; where native code crashes, stderr has the Python
+    stack of each thread.
     """
     hide_secrets_in_tracebacks()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)
     try:
         try:
             yield

@@ -15,6 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from perl.base.redact import hide_secrets_in_tracebacks
 
+CRASHED = ": native code has crashed; the log has the stack of each thread"
+WHY = {"SIGKILL": "; the kernel sends it where the machine's memory is used up (dmesg)"}
+WHY |= dict.fromkeys(("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"), CRASHED)
+
 
 def main(argv: list[str]) -> int:
     hide_secrets_in_tracebacks()
@@ -29,7 +33,7 @@ def main(argv: list[str]) -> int:
         rank, code = 0, 0
     if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
         name = signal.Signals(-code).name
-        why = "; the kernel sends it where the machine's memory is used up (dmesg)" if name == "SIGKILL" else ""
+        why = WHY.get(name, "")
         print(f"error: the process of rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code  # ended by a signal: as a shell says it
 

@@ -36,6 +36,7 @@ ACTIONS = {
         "the process of rank {rank} was ended by SIGKILL; the kernel sends it where the machine's memory is used up",
         137,
     ),
+    "crashes": ("os.abort()", "the process of rank {rank} was ended by SIGABRT: native code has crashed", 134),
     "raises": ("raise ValueError('no')", "{file}:12: broken raised ValueError on one of ", 1),
     "never returns": ("time.sleep(999)", "{file}:" + LATE, 1),
 }
@@ -80,7 +81,10 @@ def test_the_other_process_ends_with_it_and_one_error_is_shown(tmp_path, kind):
     assert len(lines) == 1, done.stdout
     assert said.format(rank=1, file=tmp_path / "broken.py") in lines[0]
     assert done.returncode == code
-    assert "Traceback" not in (tmp_path / "run" / "output.log").read_text()
+    log = (tmp_path / "run" / "output.log").read_text()
+    assert "Traceback" not in log
+    if kind == "crashes":
+        assert f'File "{tmp_path}/broken.py", line 12 in what' in log
 
 
 @pytest.mark.slow
