@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks import real
 from benchmarks._learning import markdown
-from perl.base.errors import UserError, report_errors
+from perl.base.errors import UserError, report_errors, stopped_by_signals
 from perl.base.files import add_row, read_json, read_rows
 from perl.models.folders import load_tokenizer
 from perl.scoring.statistics import seeds_reach
@@ -56,8 +56,14 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def run(words: Sequence[str]) -> None:
-    """A whole run of `perl retool`, which says on the screen where it is."""
-    if subprocess.run(words, cwd=ROOT, check=False).returncode:
+    """A whole run of `perl retool`, which says on the screen where it is and ends with this process."""
+    with subprocess.Popen(words, cwd=ROOT) as process:
+        try:
+            code = process.wait()
+        except BaseException:  # a signal, which ends what a run has started too
+            process.terminate()
+            raise
+    if code:
         raise StageError("perl retool has ended; the same command goes on from there")
 
 
@@ -187,7 +193,8 @@ def main() -> None:
     if not all(seed.isdecimal() for seed in args.seeds.split(",")):
         parser.error(f"--seeds {args.seeds}: write whole numbers with commas between")
     if not args.show:
-        run_all(arms, [int(seed) for seed in args.seeds.split(",")], args.work, args.output)
+        with stopped_by_signals("the same command goes on"):
+            run_all(arms, [int(seed) for seed in args.seeds.split(",")], args.work, args.output)
     print(table(read_rows(args.output)))
 
 

@@ -1,5 +1,11 @@
 """benchmarks.retool: equal tokens and time, by hand; its table; what it refuses."""
 
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
 import pytest
 
 from benchmarks import retool
@@ -42,3 +48,18 @@ def test_the_table_and_the_differences():
 def test_in_writing_needs_the_tools_line(tmp_path):
     with pytest.raises(UserError, match="no line of the tool with seed 1"):
         retool.run_all(["text"], [1], tmp_path, tmp_path / "results.jsonl")
+
+
+def test_sigterm_ends_the_run_that_it_has_started(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.retool", "--arms", "tool", "--seeds", "1"]
+    command += ["--work", str(tmp_path / "runs"), "--output", str(tmp_path / "retool.jsonl")]
+    with subprocess.Popen(command, cwd=retool.ROOT, stderr=subprocess.PIPE, text=True) as process:
+        here, started = psutil.Process(process.pid), []
+        while not started:
+            assert process.poll() is None
+            time.sleep(0.05)
+            started = here.children(recursive=True)
+        process.terminate()
+        assert process.communicate(timeout=60)[1].endswith("stopped: SIGTERM; the same command goes on\n")
+    assert process.returncode == 128 + signal.SIGTERM
+    assert psutil.wait_procs(started, timeout=30)[1] == []
