@@ -18,7 +18,10 @@ from typing import Literal
 
 from perl.device import Kind
 from perl.device import products as npu
+from perl.engines.cache import BLOCK_SIZE
+from perl.engines.decoder import CACHE_SHARE, KEPT_SHARE, MAX_NUM_SEQS
 from perl.engines.quantised import SCHEMES, quantising_bytes
+from perl.engines.scheduler import PREFILL_TOKENS
 
 GB = 2**30
 """As nvidia-smi and npu-smi mean it."""
@@ -28,13 +31,6 @@ REDUCE_BUCKET = 500_000_000
 """Numbers in DeepSpeed's buffer of gradients (reduce_bucket_size): scripts/accelerate leaves its default."""
 LIVE_PARAMETERS = 1_000_000_000
 """Weights that ZeRO-3 keeps gathered at most (stage3_max_live_parameters), its default too."""
-CACHE_BLOCK = 128
-"""Tokens by which perl's KV cache grows."""
-CACHE_SHARE = 0.5
-"""Of the free memory, how much the cache may take; it stays for the update where half of this is free afterwards."""
-MAX_NUM_SEQS = 256
-"""Completions that are sampled at once, and (PREFILL_TOKENS) prompt tokens that are computed at once."""
-PREFILL_TOKENS = 8_192
 LOADED = {"8bit": (1.0, 4), "4bit": (4 / 8 + 4 / 64, 0), "4bit, nested": (4 / 8 + 1 / 64 + 4 / (64 * 256), 0)}
 """How bitsandbytes holds a base: bytes of a weight, and of an output. In 4 bits 64 weights share a float32 scale;
 nested (bnb_4bit_use_double_quant, and model.quantization nf4), 256 of these, of 8 bits each, share one."""
@@ -167,10 +163,10 @@ class Job:
         """Of these rows at most: a group that is not whole may lie on two processes."""
         return self.rows // self.group if self.rows % self.group == 0 else (self.rows - 2) // self.group + 2
 
-    @property
-    def sampled(self) -> int:
+    def sampled(self, device: Device) -> int:
         """Completions that a process samples at once."""
-        return min(self.rows + (self.prompts if self.greedy else 0), MAX_NUM_SEQS)
+        most = MAX_NUM_SEQS["cpu" if device.cpu else "accelerator"]
+        return min(self.rows + (self.prompts if self.greedy else 0), most)
 
     @property
     def update_rows(self) -> int:
@@ -232,7 +228,7 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
             free -= sum(item.bytes for item in table if item.name == "gradients")
         table += _rollout(shape, job, device, free)
         left = capacity - sum(item.bytes for item in table if item.phase != "update" and not item.moment)
-        if job.engine == "fast" and not device.cpu and left >= CACHE_SHARE / 2 * capacity:
+        if job.engine == "fast" and not device.cpu and left >= KEPT_SHARE * capacity:
             table.append(Item("KV cache, kept", kv_cache(shape, job, device, free), "update"))
     elif job.scores_quantised and job.quantization != "none":
         table += quantised_copy(shape, job, device)
@@ -372,7 +368,7 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
     cache = kv_cache(shape, job, device, free)
     yield Item("KV cache", cache, "rollout")
     yield Item("prefill", prefill, "rollout", True)
-    logits = job.sampled * shape.vocabulary * (4 * 4 + (12 + 3 * 4 if job.truncates else 0))
+    logits = job.sampled(device) * shape.vocabulary * (4 * 4 + (12 + 3 * 4 if job.truncates else 0))
     yield Item("decode step (logits)", logits + (0 if device.cpu else cache // shape.layers), "rollout", True)
 
 
@@ -396,11 +392,11 @@ def a_token(shape: Shape, job: Job) -> int:
 def kv_cache(shape: Shape, job: Job, device: Device, free: int) -> int:
     """Keys and values of a rollout's rows, in blocks on accelerators, bounded by max_batch_tokens or by a share of the
     `free` memory."""
-    block = 1 if device.cpu or job.engine != "fast" else CACHE_BLOCK
+    block = 1 if device.cpu or job.engine != "fast" else BLOCK_SIZE
     bound = job.max_batch_tokens
     if bound is None and block > 1:
         bound = max(0, int(free * CACHE_SHARE)) // a_token(shape, job)
-    tokens = job.sampled * -(-job.length // block) * block
+    tokens = job.sampled(device) * -(-job.length // block) * block
     return (tokens if bound is None else min(tokens, bound)) * a_token(shape, job)
 
 

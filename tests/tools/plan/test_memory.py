@@ -13,7 +13,6 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from perl.adapters import ADAPTERS
 from perl.config.schema import CriticConfig, PeftConfig
-from perl.engines import decoder, scheduler
 from perl.engines.cache import BLOCK_SIZE, BlockCache, RowCache
 from perl.models.folders import load_model
 from perl.records import Trajectory
@@ -190,8 +189,9 @@ def test_greedy_completions_are_drawn_too():
     assert table["KV cache"] == 10 * 12 * memory.a_token(SHAPE, job)
     assert table["decode step (logits)"] == 10 * 100 * 16
     of_three = replace(job, group=3)  # the second process draws the rows 8 to 15: of the prompts 2, 3, 4 and 5
-    assert (of_three.prompts, of_three.sampled) == (4, 12)
-    assert replace(job, steps_per_generation=128).sampled == memory.MAX_NUM_SEQS
+    assert (of_three.prompts, of_three.sampled(cpu)) == (4, 12)
+    longer = replace(job, steps_per_generation=128)
+    assert (longer.sampled(cpu), longer.sampled(DEVICES["910b"])) == (64, 256)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero2"])
@@ -330,7 +330,6 @@ def test_the_sizes_of_other_peoples_buffers_are_theirs():
     config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig()
     assert (config.reduce_bucket_size, config.max_live_parameters) == (memory.REDUCE_BUCKET, memory.LIVE_PARAMETERS)
     assert memory.LOGIT_TILE == (TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE)
-    assert (memory.CACHE_SHARE, memory.PREFILL_TOKENS) == (decoder.CACHE_SHARE, scheduler.PREFILL_TOKENS)
 
 
 def test_parameters_are_counted_without_weights():
