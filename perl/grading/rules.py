@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from perl.grading.entries import answer_of
-from perl.grading.stated import Equation, Scalar, listed, parse_answer, show, tidy
+from perl.grading.stated import FRACTIONS, Equation, Scalar, listed, parse_answer, show, tidy
 from perl.grading.stated import extract as extract_stated
 from perl.grading.stated import normalize as normalize_stated
 from perl.grading.text import ASCII, LONGEST_ANSWER, find_boxes, last_box, last_match, plain
@@ -50,14 +50,14 @@ _GROUP = r"[^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+"  # what brac
 _TEX_FRACTION = rf"(?:\\[dtc]?frac(?:\s*+(?:\d|\{{{_GROUP}\}})){{2}}|\{{[^{{}}\\]*+\\over(?![A-Za-z])[^{{}}]*+\}})"
 _BLANK = r"(?:[ \t~]|\\[,;:!])"
 _NUMERAL = rf"(?:-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED})(?:[eE]-?\d{{1,3}}(?!\w))?+(?!\d|\.\d|,\d{{3}})"
-_MIXED = rf"(?:{_BLANK}?{_TEX_FRACTION}|[ ]\d++[ ]?/[ ]?\d++|[½¼¾⅓⅔])"
+_MIXED = rf"(?:{_BLANK}?{_TEX_FRACTION}|[ ]\d++[ ]?/[ ]?\d++|[{FRACTIONS}])"
 _FUNCTION = r"(?:\\(?:sqrt|log|ln|exp|sin|cos|tan|lfloor|lceil|binom)(?![A-Za-z])(?:_\{?\d\}?)?+|√)[\s{(]*+"
 _OPERATOR = r"(?:[-+*×·⋅÷/±x]|\*\*)"
 # A number, a function of one or a fraction, with the arithmetic behind it.
 _EXPRESSION = re.compile(
     rf"""(?:(?<![\w^])(?<!\^[-{{])(?<!\d\.)(?<![)\]}}](?=-))(?P<number>{_NUMERAL})|{_FUNCTION}{_NUMERAL}[)}}]?+|{_TEX_FRACTION})
     (?P<more>(?:{_MIXED}|(?:\\?[)\]}}$%])*+(?:
-        [ ]?\^[ ]?[{{(]?-?\d*+[)}}]?+|[²³⁰¹⁴-⁹]
+        [ ]?\^[ ]?[{{(]?-?\d*+[)}}]?+
         # An operator has blanks on both sides or on none: `18** 3` ends bold text, `18 -3` are two numbers.
         |(?:{_BLANK}++{_OPERATOR}{_BLANK}++|{_OPERATOR}|:|(?<=[\d)}}])(?=[({{√]|\\sqrt)
           |{_BLANK}*+\\(?:times|cdot|div|pm|[bp]?mod)(?![A-Za-z]){_BLANK}*+)
@@ -85,6 +85,13 @@ _CHANGING_WORDS = re.compile(
 )
 _TAG = re.compile(r"</?(?:s|[a-z_]{2,20})>|<\|[a-z_]{1,40}\|>")
 _SECOND_NUMBER = re.compile(r"\b(?:or|and|to|but|degrees)\b\D{0,12}\d", re.IGNORECASE)
+# `2 hours 30 minutes` and `12, no, 15 apples` are not 2 and 12; `18 dollars for 3 days` is 18, and `18 m^2` too.
+_LEADS_TO_A_NUMBER = re.compile(
+    r"[(\[]|\b(?:for|per|in|on|at|of|off|by|after|before|from|with|within|each|every|during|than|since|as|because"
+    r"|which|that|when|where|if|when|so|is|are|was|were|has|have|step|group|type)\b",
+    re.IGNORECASE,
+)
+_NUMBER_BY_ITSELF = re.compile(r"(?<![\w^{_])\d")
 
 
 def normalize_number(text: str) -> str:
@@ -169,6 +176,8 @@ def _stated_number(statement: str) -> str:
         return statement
     match = _STATED_NUMBER.fullmatch(tidy(value).rstrip(". *"))
     if match is None or _SECOND_NUMBER.search(match["after"]):
+        return statement
+    if _NUMBER_BY_ITSELF.search(_LEADS_TO_A_NUMBER.split(match["after"], maxsplit=1)[0]):
         return statement
     if any(words.search(match["before"]) for words in (_CHANGING_WORDS, _CONTRADICTION)):
         return statement

@@ -19,6 +19,7 @@ import functools
 import itertools
 import re
 import threading
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
@@ -112,10 +113,15 @@ def _strip(answer: str) -> str | None:
 _SIGNS = str.maketrans({
     "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "°": "^\\circ ",
     "∪": "\\cup ", "∩": "\\cap ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "≈": "\\approx ",
-    "∈": "\\in ", "⟨": "\\langle ", "⟩": "\\rangle ", "²": "^2", "³": "^3", "¢": " cents ", "θ": "\\theta ",
+    "∈": "\\in ", "⟨": "\\langle ", "⟩": "\\rangle ", "¢": " cents ", "θ": "\\theta ",
     "λ": "\\lambda ", "“": "", "”": "", '"': "", "`": "", "\u00a0": " ", "‘": "", "’": "'",
-    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}",
 })  # fmt: skip
+FRACTIONS = "½¼¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_SIGNS |= {
+    ord(sign): f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    for sign in FRACTIONS
+    for value in [Fraction(unicodedata.numeric(sign)).limit_denominator(10)]
+}
 
 # Applied in this order: (what is written, what is meant).
 NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -129,8 +135,9 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\*\*|~|\\ |''", " "),
         (r"\\\$|€|£", " dollars! "),  # a currency stands before its number
         (r"(?:\\[()\[\]]|\$)", " "),
-        (r"√\s*(\d+|[a-zA-Z]|(?=[({]))", r"\\sqrt{\1}"),
-        (r"(?<![\\a-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])", r"\\sqrt{\1}"),
+        (r"√\s*(?=\{)", r"\\sqrt"),
+        (r"(?:√|\\sqrt|(?<![\\a-z])sqrt)\s*\(((?:[^()]++|\([^()]*+\))*+)\)", r"\\sqrt{\1}"),
         (r"(?<=[\d}])\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*([mghs])\s*\}", r" \1! "),  # a unit, not a variable
         (
             r"\\(?:mathbf|mathrm|textbf|text|bold|boldsymbol|mathit|textit)\s*\{\s*([A-Za-z]|\([A-Za-z]\)|[-\d.,:]+)\s*\}",

@@ -12,6 +12,9 @@ ASCII = str.maketrans(
     dict.fromkeys("−–‐‑‒﹣－", "-") | {"，": ",", "．": ".", "：": ":", "＄": "$", "％": "%", "＝": "="}
 )
 """Look-alikes of the ASCII signs in numbers and answers."""
+_RAISED = re.compile("[⁻⁰¹²³⁴-⁹]+")
+_LOWERED = re.compile("[₀-₉]+")
+_DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉", "-01234567890123456789")
 _GROUPING = re.compile("(?<=\\d)(?:\\{,\\}|,?\\\\[!,; ]\\s?|[\u2009\u202f])(?=\\d{3}(?!\\d))")
 _BRACES = re.compile(
     r"\\(?:boxed|fbox)\s*+\{|\\boxed\s++(?P<bare>-?\d++(?:,\d++)*+(?:\.\d++)?+)|\\(?!\\(?:boxed|fbox)).|[{}]", re.DOTALL
@@ -28,12 +31,19 @@ class Box(NamedTuple):
 
 
 def plain(text: str) -> str:
-    """`text` with ASCII signs in place of their Unicode look-alikes, and digits grouped by commas."""
+    """`text` with ASCII signs in place of their Unicode look-alikes, `^2` and `^{-3}` for raised digits, `_{2}` for
+    lowered ones, and digits grouped by commas."""
     if not text.isascii():
-        text = text.translate(ASCII)
+        text = _RAISED.sub(_raised, text.translate(ASCII))
+        text = _LOWERED.sub(lambda digits: f"_{{{digits[0].translate(_DIGITS)}}}", text)
     elif "\\" not in text and "{,}" not in text:
         return text
     return _GROUPING.sub(",", text)
+
+
+def _raised(digits: re.Match[str]) -> str:
+    exponent = digits[0].translate(_DIGITS)
+    return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
 
 
 def find_boxes(text: str) -> list[Box]:

@@ -133,11 +133,22 @@ def test_a_marker_of_gsm8k_is_read_with_the_words_around_its_number(accepted):
         ("18", "#### <answer>18</answer>"),
         ("18", "#### 18 #### 18"),
         ("18", "#### 18 ####"),
+        ("18", "#### 18 m² of 20 m²"),
+        ("18", "#### 18 m^2"),
+        ("50000", "#### 5 × 10⁴"),
+        ("3.125", "So each gets 3⅛."),
     ]
     assert accepted("gsm8k", right) == right
     wrong = [("1", "#### 1 million"), ("3", "#### 3 dozen"), ("1", "#### 18 dollars for 1 day"), ("0.5", "#### 50%")]
     wrong += [("3", "#### 3 more than 4"), ("3", "#### 3 times 4"), ("3", "#### any 3"), ("3", "#### 4 #### 3 or 4")]
     wrong += [("3", "#### 3/x"), ("3", "#### 3万"), ("3", "#### [3, 4]"), ("3", "#### either 3")]
+    wrong += [("2", "#### 2 hours 30 minutes"), ("5", "\\boxed{5 \\text{ feet } 6 \\text{ inches}}")]
+    wrong += [
+        ("18", "#### 18 eggs, 20 eggs"),
+        ("12", "#### 12 apples, no wait, 15 apples"),
+        ("12", "#### 12 apples plus 3"),
+    ]
+    wrong += [("12", "#### 12 dollars 50 cents"), ("3", "So each gets 3⅛."), ("10", "So the answer is 10⁻³.")]
     assert accepted("gsm8k", wrong) == []
 
 
