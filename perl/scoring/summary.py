@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +23,8 @@ from perl.tasks import TASKS
 
 SAYS_THE_SAME = ("accuracy", "pass@1", "maj@1")
 """As avg@n."""
+_STATED = re.compile(r"(?:(?=[^=]*[A-Za-z])[^=,]+ = )?(?P<value>[^=,\[\]]+?)(?: \[(?!base )[^\[\]]+\])?")
+"""What perl.grading.stated.show writes of one value: the left side of an equation, and behind it a unit."""
 
 
 def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:
@@ -70,9 +73,15 @@ def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str
     for k in powers_of_two(n):
         per_problem[f"pass@{k}"] = [pass_at_k(len(g), sum(r["score"] == 1.0 for r in g), k) for g in groups]
     for k in powers_of_two(n) if graded([r for g in groups for r in g]) else ():
-        votes = [[(r["extracted"], r["score"]) for r in g] for g in groups]
+        votes = [[(_vote(r["extracted"]), r["score"]) for r in g] for g in groups]
         per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
     return per_problem
+
+
+def _vote(extracted: str | None) -> str | None:
+    """An answer without what may be stated or not: `204 [min]`, `m+n = 204` and `204` are one."""
+    match = _STATED.fullmatch(extracted or "")
+    return match["value"] if match else extracted
 
 
 def graded(records: Iterable[SampleRecord]) -> bool:

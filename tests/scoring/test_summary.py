@@ -43,3 +43,13 @@ def test_maj_2_is_shown_where_it_is_not_the_mean():
     assert [r.metric_type for r in eval_results(summary(missing, 2) | summarize(missing, 2))][-1] == "maj@2"
     for records, majority in ((missing, 1.0), (tied, 0.5)):  # a curve has it at each step
         assert metrics_of("gsm", records, 2)["val-core/gsm/acc/maj@2"] == majority
+
+
+def test_an_answer_with_its_unit_or_its_name_is_the_same_vote():
+    right = [record("a-0", place, extracted=text) for place, text in enumerate(["204 [min]", "m+n = 204"])]
+    wrong = [
+        record("a-0", 2 + place, extracted=text, score=0.0) for place, text in enumerate(["x = 1, y = 2", "26 = 25"])
+    ]
+    assert summarize([*right, *wrong], 4)["metrics"]["maj@4"]["value"] == 1.0
+    more = [record("a-0", 4 + place, extracted=text, score=0.0) for place, text in enumerate(["4210 [base 5]"] * 4)]
+    assert summarize([*right, *wrong, *more], 8)["metrics"]["maj@8"]["value"] == 0.0
