@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with Grader() as grader:
         for split, rows in splits.items():
             failed = failing_references([problem for _, problem in rows], grader)
-            _write(folder / f"{split}.parquet", [_verl_row(r, p, task, split, i) for i, (r, p) in enumerate(rows)])
+            _write(folder / f"{split}.parquet", _verl_rows(rows, task, split))
             print(
                 f"{folder / f'{split}.parquet'}: {len(rows)} rows;"
                 f" {len(failed)} golds do not pass their own verifier{' (kept)' if failed else ''}"
@@ -164,18 +164,25 @@ def _hold_out(rows: list[tuple[Row, Problem]], wanted: int, task: Task) -> tuple
     return [r for i, r in enumerate(rows) if i not in test], [rows[i] for i in sorted(test)]
 
 
-def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) -> dict[str, Any]:
-    stored = worked_answer(row, problem.source) or problem.gold
-    images = {"images": [{"bytes": image, "path": None} for image in problem.images]} if problem.images else {}
-    return {
-        "data_source": task.data_source,
-        "prompt": build_messages(problem, task.style),
-        **images,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": problem.gold},
-        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": stored},
-        "answer": problem.gold,
-    }
+def _verl_rows(rows: list[tuple[Row, Problem]], task: Task, split: str) -> list[dict[str, Any]]:
+    with_images = any(problem.images for _, problem in rows)  # all rows of a file have the same columns
+    return [
+        {
+            "data_source": task.data_source,
+            "prompt": build_messages(problem, task.style),
+            **({"images": [{"bytes": image, "path": None} for image in problem.images]} if with_images else {}),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.gold},
+            "extra_info": {
+                "split": split,
+                "index": index,
+                "question": problem.question,
+                "answer": worked_answer(row, problem.source) or problem.gold,
+            },
+            "answer": problem.gold,
+        }
+        for index, (row, problem) in enumerate(rows)
+    ]
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

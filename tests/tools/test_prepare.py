@@ -49,6 +49,19 @@ def test_problems_keep_their_images_and_differ_by_them(tmp_path):
     assert [problem.task for problem in problems] == ["geometry3k"] * 2
 
 
+def test_images_are_kept_where_the_first_row_has_none(tmp_path):
+    image = noise_png(16, 24, 1)
+    rows = [
+        {"problem": "What is 2 + 2?", "answer": "4", "images": []},
+        {"problem": "<image>Find x.", "answer": "5", "images": [{"bytes": image}]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    source = str(tmp_path / "train.parquet")
+    assert run("geometry3k", "--local_save_dir", str(tmp_path / "out"), "--source", source, "--test_rows", "0") == 0
+    problems = load_problems(str(tmp_path / "out" / "train.parquet"))
+    assert [problem.images for problem in problems] == [(), (image,)]
+
+
 def test_gsm8k_gets_verls_columns_and_answer(tmp_path, capsys):
     train = write(tmp_path / "train.jsonl", [gsm8k_row(1080), gsm8k_row(2)])
     test = write(tmp_path / "test.jsonl", [gsm8k_row(3)])
