@@ -25,7 +25,7 @@ TOO_LONG = f"a row of more than {LONGEST_ROW >> 20} million characters; is this 
 JSON_MISTAKES = (ValueError, RecursionError, InvalidOperation)
 """What decoding raises: no json, a whole number of too many digits, too deep, too large an exponent."""
 _DECODER = json.JSONDecoder(parse_float=Decimal)
-_SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")
 _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's repository keeps its files
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json")  # what `datasets` writes of them
 
@@ -37,7 +37,7 @@ class NoSplitError(UserError):
 def find_files(path: Path, split: str | None) -> list[Path]:
     """The files of `path` that hold `split`: the file itself, which is one split, or in a folder `<split>.parquet` and
     the like, or the shards `<split>-00000-of-00002.parquet`, which the hub may have given a hash at the end. Without a
-    split, a folder's test files, else its train files. A UserError where a split is there twice."""
+    split, a folder's test files, else its train files. A UserError where a split is there twice, or lacks a shard."""
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"{path}: no such file or folder; {_WRITE}")
     if path.is_file():
@@ -52,20 +52,42 @@ def find_files(path: Path, split: str | None) -> list[Path]:
     files = [file for file in files if file.suffix in SUFFIXES and file.name not in _ABOUT_DATA]
     for name, folder in itertools.product([split] if split else ["test", "train"], folders):
         if found := [file for file in files if file.parent == folder and _SHARD.sub("", file.stem) == name]:
-            forms = [(file.suffix, file.stem == name) for file in found]  # one format, whole or in shards
-            if other := next((file for file, form in zip(found, forms, strict=True) if form != forms[0]), None):
-                raise UserError(
-                    f"{folder}: holds {name} twice, as {found[0].name} and {other.name}; name one of the files, or"
-                    " move the other away"
-                )
+            _require_whole(folder, name, found)
             return found
     if not files:
         raise NoSplitError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file")
     if split is None and len(files) == 1:
+        _require_whole(path, _SHARD.sub("", files[0].stem), files)
         return files
     raise NoSplitError(
         f"{path}: no file of split {split or 'test'!r}; splits there: {', '.join(sorted({f.stem for f in files}))}"
     )
+
+
+def _require_whole(folder: Path, split: str, files: Sequence[Path]) -> None:
+    """Raise a UserError unless `files` are one split: in one format, all its shards, each once."""
+    seen: dict[int, Path] = {}
+    first, total = files[0], _shard_of(files[0])[1]
+    for file in files:
+        index, of = _shard_of(file)
+        if other := seen.get(index) or (None if (file.suffix, of) == (first.suffix, total) else first):
+            raise UserError(
+                f"{folder}: holds {split} twice, as {other.name} and {file.name}; name one of the files, or move the"
+                " other away"
+            )
+        seen[index] = file
+    numbers = range(1, total + 1) if total in seen else range(total)
+    if (missing := next((n for n in numbers if n not in seen), None)) is not None:
+        raise UserError(
+            f"{folder}: holds {len(files)} of {total} shards of {split}: shard {missing:05d}-of-{total:05d} is missing;"
+            " fetch it, or name a file"
+        )
+
+
+def _shard_of(file: Path) -> tuple[int, int]:
+    """(Its number, of how many shards); a split that is whole is the only one."""
+    found = _SHARD.search(file.stem)
+    return (int(found[1]), int(found[2])) if found else (0, 1)
 
 
 def check_suffix(file: Path, flag: str = "") -> None:

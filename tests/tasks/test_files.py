@@ -28,6 +28,29 @@ def test_a_split_is_its_file_or_its_shards_in_one_format(tmp_path):
         find_files(tmp_path, "test")
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["train-00000-of-00002"], r"holds 1 of 2 shards of train: shard 00001-of-00002 is missing"),
+        (["train-00001-of-00002"], r"shard 00000-of-00002 is missing"),
+        (["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"], r"as \S+1\.parquet and \S+2\.parq"),
+        (["train-00000-of-00001-01ab", "train-00000-of-00001-89ef"], r"train twice, as \S+01ab\.\S+ and \S+89ef\."),
+        (["dev-00000-of-00002"], r"holds 1 of 2 shards of dev"),
+    ],
+)
+def test_shards_are_all_there_each_once(tmp_path, names, says):
+    for name in names:
+        (tmp_path / f"{name}.parquet").touch()
+    with pytest.raises(UserError, match=says):
+        find_files(tmp_path, None)
+
+
+def test_shards_may_be_counted_from_one(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"train-0000{number}-of-00002.parquet").touch()
+    assert len(find_files(tmp_path, "train")) == 2
+
+
 def test_a_copy_of_a_repository_is_searched_before_a_file_at_its_root_counts(tmp_path):
     shard = tmp_path / "data" / "train-00000-of-00001.parquet"
     shard.parent.mkdir()
