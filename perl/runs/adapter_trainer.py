@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 from trl.distributed import DistributedBackend
 
 from perl.adapters import ADAPTERS, Adapter
@@ -24,7 +23,7 @@ from perl.adapters.none import autocast_dtype, complete_model, has_adapter
 from perl.base.files import SAVING
 from perl.config.schema import PeftConfig
 from perl.runs import process_state
-from perl.runs.checkpoints import CARD, TRAINER_STATE, kept_of, made_by, put_in_place
+from perl.runs.checkpoints import CARD, TRAINER_STATE, kept_of, made_by, put_in_place, rotate
 from perl.runs.nonfinite import NonFinite, require_finite_weights
 from perl.runs.process_state import ProcessState, RolloutState
 
@@ -199,8 +198,7 @@ class AdapterTrainer:
                 shutil.copyfile(run_dir / name / CARD, run_dir / CARD)
             self._push_from_checkpoint(str(run_dir / name))
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best)  # by step: clocks jump
+            rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save_own(self, checkpoint: Path) -> None:
         """What is perl's in a checkpoint. Every process must come here."""

@@ -143,6 +143,17 @@ def put_in_place(made: Path, folder: Path, contents: Mapping[str, Any] | None = 
         made.parent.rmdir()
 
 
+def rotate(run_dir: Path, limit: int | None, best: str | None) -> None:
+    """Remove the checkpoints of the lowest steps beyond `limit`, but for the newest and `best`. Folders of other names,
+    such as a copy checkpoint-8-keep, neither count nor go, as they would with transformers' rotate_checkpoints."""
+    there = checkpoints_in(run_dir)
+    if limit is None:
+        return
+    old = [folder for folder in there[:-1] if best is None or folder != Path(best)]
+    for folder in old[: max(len(there) - limit, 0)]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # Found
 
 

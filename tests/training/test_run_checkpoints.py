@@ -28,6 +28,7 @@ from perl.runs.checkpoints import (
     leave_behind,
     made_by,
     put_in_place,
+    rotate,
     torn,
 )
 from perl.training.validation import Validation
@@ -301,6 +302,15 @@ def test_another_seed_is_said(tmp_path, caplog):
     folder = checkpoint(tmp_path, 9, made_by(training(2, 4)))
     check_made(str(folder), of_run(2, 4, seed=2))
     assert "was written with seed 1, now 2: the place in the data is counted in batches" in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "best", "kept"), [(1, None, "4"), (2, "2", "24"), (1, "2", "24"), (9, None, "1234")])
+def test_only_checkpoints_are_counted_and_removed(tmp_path, limit, best, kept):
+    copies = {"checkpoint-1-keep", "checkpoint-4-merged"}
+    for name in {*copies, *(f"checkpoint-{step}" for step in range(1, 5))}:
+        (tmp_path / name).mkdir()
+    rotate(tmp_path, limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert {path.name for path in tmp_path.iterdir()} == {*copies, *(f"checkpoint-{step}" for step in kept)}
 
 
 def test_the_result_of_an_attempt_is_left_behind_by_one_that_goes_on(tmp_path):
