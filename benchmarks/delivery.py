@@ -1,4 +1,4 @@
-"""Twelve faults by which a policy does not reach the worker that draws: does the run stop, and what does it say?
+"""Thirteen faults by which a policy does not reach the worker that draws: does the run stop, and what does it say?
 
     python -m benchmarks.delivery [--only "half of it" ...] [--clean 1000] [--bf16]
 
