@@ -137,13 +137,31 @@ def check_loss(training: SFTTrainingConfig, row: Row, tokenizer: PreTrainedToken
 
 
 def check_template(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
-    """The chat template must take each row: its prompt and the whole, as TRL asks for them."""
+    """The chat template must take each row: its prompt and the whole, as TRL asks for them. One line where it leaves
+    out text of the answers, as many do of reasoning before </think>; a UserError where it does so of all."""
+    answers, shortened = 0, []
     for row in rows:
         prompt, tools = row.get("prompt"), {"tools": row.get("tools")}
         if prompt is not None:
             worded(tokenizer, prompt, tools, where=row[WHERE])
         whole = row["messages"] if prompt is None else prompt + row["completion"]
-        worded(tokenizer, whole, tools, answered=True, where=row[WHERE])
+        text = _without_space(worded(tokenizer, whole, tools, answered=True, where=row[WHERE]))
+        for turn in row["messages"] if prompt is None else row["completion"]:
+            if turn["role"] == "assistant":
+                answers += 1
+                shortened += [row[WHERE]] if _without_space(turn["content"] or "") not in text else []
+    if shortened and len(shortened) == answers:
+        raise UserError(
+            f"{shortened[0]}: the chat template leaves out text of the answer, as of all others (reasoning before"
+            " </think>?): it would not be learned; keep it in the model's chat_template.jinja, or leave it out of the"
+            " rows"
+        )
+    if shortened:
+        log.warning("%d of %d answers lose text to the chat template, as %s", len(shortened), answers, shortened[0])
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
 
 
 def learned(training: SFTTrainingConfig, row: Row) -> str:

@@ -19,7 +19,7 @@ from perl.__main__ import main as perl
 from perl.base.errors import RunError, Stopped, UserError
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
-from perl.finetuning.rows import learned, read, to_dataset
+from perl.finetuning.rows import check_template, learned, read, to_dataset
 from perl.finetuning.sft import fine_tune, import_trainer
 from perl.models.folders import content_hash
 from perl.prompts import ChatTemplate, encode
@@ -479,6 +479,29 @@ def test_a_row_that_the_chat_template_does_not_take_is_named_before_the_model_is
         UserError, match=rf"^rows\.jsonl:2: .*model: the chat template fails: .*{says}.*; correct the pr"
     ):
         fine_tune(argv(model, fine if evaluated else rows, tmp_path / "run", **more))
+
+
+STRIPPED = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
+"""CHAT_TEMPLATE without reasoning, as DeepSeek-R1-Distill's."""
+
+
+def test_answers_that_lose_text_to_the_chat_template_are_told(tmp_path, caplog):
+    turns = [
+        TALK[0],
+        {"role": "assistant", "content": "so </think> 3"},
+        TALK[2],
+        {"role": "assistant", "content": " 3"},
+    ]
+    rows = [{"messages": turns}, {"messages": TALK}]
+    read_rows = read(str(write(tmp_path / "rows.jsonl", rows)), None, None, None, None)
+    check_template(read_rows, tiny_tokenizer())
+    assert "chat template" not in caplog.text
+    check_template(read_rows, tiny_tokenizer(STRIPPED))
+    assert "1 of 4 answers lose text to the chat template, as rows.jsonl:1" in caplog.text
+    rows = [{"prompt": "so", "completion": f"so </think> {i}"} for i in range(2)]
+    read_rows = read(str(write(tmp_path / "rows.jsonl", rows)), None, None, None, None)
+    with pytest.raises(UserError, match=r"^rows\.jsonl:1: the chat template leaves out text of the answer, as of all"):
+        check_template(read_rows, tiny_tokenizer(STRIPPED))
 
 
 def test_completion_only_loss_of_messages_is_refused(tmp_path, model):
