@@ -18,10 +18,9 @@ import torch
 from transformers import TrainerCallback
 
 from perl.base.errors import Stopped
-from perl.base.files import atomic_write
 from perl.base.paths import how_to_go_on
 from perl.records import PROGRESS, clock
-from perl.runs.checkpoints import AUTO, LEFT_BEHIND
+from perl.runs.checkpoints import AUTO, cut
 from perl.runs.model_card import CURVE
 from perl.runs.together import fail_with_rank_0
 
@@ -72,30 +71,6 @@ class MetricsWriter(TrainerCallback):
         if state.log_history:
             last = state.log_history[-1]
             state.log_history[-1] = {name: last[name] for name in HISTORY if name in last}
-
-
-def cut(path: Path, step: int) -> None:
-    """Move the rows of metrics.jsonl after `step` to LEFT_BEHIND, with a line: an attempt has logged them that goes on
-    from `step` now. So are its summary, which stands at its end alone, and a line that was torn by a kill."""
-    rows = path.read_bytes().splitlines(keepends=True)
-    kept = [row for row in rows if _stays(row, step)]
-    if len(kept) == len(rows):
-        return
-    left = path.parent / LEFT_BEHIND / path.name
-    left.parent.mkdir(exist_ok=True)
-    with left.open("ab") as file:
-        file.writelines(row.rstrip(b"\n") + b"\n" for row in rows if not _stays(row, step))
-    with atomic_write(path, "wb") as file:
-        file.writelines(kept)
-    log.info("%s: %d rows after step %d are moved to %s", path, len(rows) - len(kept), step, left)
-
-
-def _stays(row: bytes, step: int) -> bool:
-    try:
-        metrics = json.loads(row)
-        return row.endswith(b"\n") and metrics["step"] <= step and "train_runtime" not in metrics
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 class ProgressLine(TrainerCallback):

@@ -23,7 +23,7 @@ from perl.base.files import SAVING, atomic_write, read_json, typed
 from perl.base.paths import checkpoints_in, step_of_checkpoint
 from perl.config.peft_fields import TARGETS
 from perl.models.folders import content_hash
-from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, VALIDATION
+from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, METRICS, VALIDATION
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -291,7 +291,8 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
     written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
     torn, and what it has left as its result, are moved to LEFT_BEHIND. The metrics of later steps are cut by their
-    writer, when the training begins. A checkpoint of another run brings that run's best adapter along."""
+    writer, when the training begins. A checkpoint that lies elsewhere is another run's: all that is here is left
+    behind, and that run's best adapter comes along."""
     for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
         if not (run_dir / before.name.removeprefix(BEFORE)).exists():
             before.rename(run_dir / before.name.removeprefix(BEFORE))
@@ -309,15 +310,17 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     if (before := run_dir / BEST_BEFORE / BEST_FILE).is_file():
         made_at[before.parent] = read_json(before, hint=f"remove {before.parent}", kind=BestStep)["step"]
     made_at |= {folder: math.inf for name in RESULTS if (folder := run_dir / name).is_dir()}
+    last = step if checkpoint is None or _lies_in(run_dir, checkpoint) else -1
+    if last < 0 and (run_dir / METRICS).is_file():
+        cut(run_dir / METRICS, last)
     for folder, made in made_at.items():
-        if made > step:
+        if made > last:
             kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
-            whose = (
-                "the result of the attempt before" if made == math.inf else "of a later step than the run goes on from"
-            )
+            whose = "of a later step than the run goes on from" if last >= 0 else "of another run than the checkpoint"
+            whose = "the result of the attempt before" if made == math.inf else whose
             log.info("%s is %s: moved to %s", folder, whose, kept)
     if (before := run_dir / BEST_BEFORE).is_dir():
         if best.parent.is_dir():  # no later one took its place
@@ -326,6 +329,35 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
             before.rename(best.parent)
     if checkpoint is not None and not best.parent.is_dir():
         _bring_best(Path(checkpoint).resolve().parent, run_dir, step)
+
+
+def _lies_in(run_dir: Path, checkpoint: str) -> bool:
+    folder = Path(checkpoint).parent.resolve()
+    return run_dir.resolve() in (folder, *folder.parents)
+
+
+def cut(path: Path, step: int) -> None:
+    """Move the rows of metrics.jsonl after `step` to LEFT_BEHIND, with a line: an attempt has logged them that goes on
+    from `step` now. So are its summary, which stands at its end alone, and a line that was torn by a kill."""
+    rows = path.read_bytes().splitlines(keepends=True)
+    kept = [row for row in rows if _stays(row, step)]
+    if len(kept) == len(rows):
+        return
+    left = path.parent / LEFT_BEHIND / path.name
+    left.parent.mkdir(exist_ok=True)
+    with left.open("ab") as file:
+        file.writelines(row.rstrip(b"\n") + b"\n" for row in rows if not _stays(row, step))
+    with atomic_write(path, "wb") as file:
+        file.writelines(kept)
+    log.info("%s: %d rows of another attempt are moved to %s", path, len(rows) - len(kept), left)
+
+
+def _stays(row: bytes, step: int) -> bool:
+    try:
+        metrics = json.loads(row)
+        return row.endswith(b"\n") and metrics["step"] <= step and "train_runtime" not in metrics
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _bring_best(of: Path, run_dir: Path, step: int) -> None:

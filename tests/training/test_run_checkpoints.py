@@ -323,6 +323,27 @@ def test_the_result_of_an_attempt_is_left_behind_by_one_that_goes_on(tmp_path):
     assert sorted(path.name for path in (tmp_path / "_left_behind").iterdir()) == ["adapter", "critic"]
 
 
+def test_a_checkpoint_of_another_run_leaves_all_of_this_one_behind(tmp_path):
+    """Its rows, checkpoints and best adapter up to that step became the other run's."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    folder = checkpoint(there, 9)
+    make_best(there / "best", 5)
+    checkpoint(here, 8)
+    make_best(here / "best", 8)
+    (here / "validation" / "step-0").mkdir(parents=True)
+    (here / "metrics.jsonl").write_text('{"step": 0}\n{"step": 8}\n')
+    leave_behind(here, str(folder))
+    assert (here / "metrics.jsonl").read_text() == ""
+    assert step_of_best(here / "best") == 5
+    assert not any((here / "validation").iterdir())
+    assert not (here / "checkpoint-8").exists()
+    left = here / "_left_behind"
+    assert step_of_best(left / "best") == 8
+    assert (left / "checkpoint-8").is_dir()
+    assert (left / "validation" / "step-0").is_dir()
+    assert (left / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 8}\n'
+
+
 def make_best(folder, step):
     folder.mkdir(parents=True)
     (folder / "best.json").write_text(json.dumps({"step": step}))
