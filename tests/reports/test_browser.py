@@ -138,6 +138,20 @@ def test_what_an_environment_alone_has_scored_is_not_told_to_lack_an_answer(tmp_
     assert page.console() == []
 
 
+def test_what_an_environment_alone_has_scored_shows_its_sample_before(tmp_path, visit):
+    for name, score in (("base", 0.0), ("tuned", 1.0)):
+        rows = [record(f"{i}-0", gold="", task="", extracted=None, score=score, scores={}) for i in range(2)]
+        adapter = {"adapter": "runs/a/adapter", "adapter_hash": "ab"} if name == "tuned" else {}
+        write_results(tmp_path / name / "mine", rows, 1, tasks=[""], styles={}, grading={}, **adapter)
+    file = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "base"), str(tmp_path / "tuned"), "--output", str(file)]) == 0
+    page = visit(file)
+    page.click("[name=change][value=better]")
+    page.click("[name=verdict][value=correct]")
+    assert page.run("return document.querySelector('#sample .before').previousSibling.textContent") == "✗ Before: base #0"
+    assert page.console() == []
+
+
 def test_a_sample_shows_everything_it_was_graded_by(tmp_path, visit):
     words = "Thus $\\frac{7}{2}$ costs $5 and $10.\nBroken: $\\frac{1$ 答案是 \\boxed{\\sqrt{2}}。"
     scores = {"flexible": 1.0, "strict": 0.0}

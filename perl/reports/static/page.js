@@ -284,8 +284,8 @@
     const before = theirs.find((other) => other.number === sample.number) ?? theirs[0];
     if (!before) return [];
     const made = block("", make("div", "text completion before", ...body(before.completion)));
-    made.firstChild.append(verdict(before), ` Before: ${Samples.meta.runs[run]} #${before.number}, read `,
-      before.unextracted ? "nothing" : brief(before.extracted));
+    const read = before.problem.graded ? `, read ${before.unextracted ? "nothing" : brief(before.extracted)}` : "";
+    made.firstChild.append(verdict(before), ` Before: ${Samples.meta.runs[run]} #${before.number}${read}`);
     return [made];
   }
 
