@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from perl.base.errors import UserError
@@ -148,7 +149,8 @@ def print_trainings(comparison: Comparison, runs: Runs, console: Console) -> Non
     for metric in comparison.metrics:
         relative = "–" if metric.relative is None else f"{100 * metric.relative:.2f} %"
         limit = "none" if metric.limit is None else f"{metric.verdict} {limit_in_words(metric)}"
-        table.add_row(metric.name, *map(short, (metric.mean_a, metric.mean_b, metric.absolute)), relative, limit)
+        means = map(short, (metric.mean_a, metric.mean_b, metric.absolute))
+        table.add_row(escape(metric.name), *means, relative, limit)
     console.print(table)
     for line in comparison.remarks:
         say(f"- {line}")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from perl.__main__ import main
 from perl.base.errors import UserError
@@ -14,7 +15,7 @@ from perl.reports.agreement import LIMITS, compare_runs
 from perl.reports.agreement_page import sides
 from perl.reports.curves import Curves
 from perl.reports.training_run import facts, read_training_run
-from perl.tools.compare import split
+from perl.tools.compare import print_trainings, split
 from tests.reports.conftest import logged, record, write_results, write_training
 
 DATA = Path(__file__).parent / "data"
@@ -206,6 +207,14 @@ def test_the_command_with_seeds(tmp_path, capsys):
         main(["compare", f"{a},", f"{tmp_path}/b1"])
     with pytest.raises(UserError, match=r"B .*a2: is given twice, also as A"):
         main(["compare", a, f"{tmp_path}/a2"])
+
+
+def test_a_metric_whose_name_reads_as_markup_is_shown_as_it_is(capsys):
+    scores = {name: {1: 0.5} for name in ("val-core/x[/data]", "val-core/x[hard]")}
+    run = replace(curves([0.5]), scores=scores)
+    print_trainings(compared(run, run), {"A": [run], "B": [run]}, Console(width=200))
+    said = capsys.readouterr().out
+    assert all(name in said for name in scores)
 
 
 def test_scores_of_validations_are_compared_where_both_have_them():

@@ -24,7 +24,8 @@ from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.base.files import SAVING
 from perl.config.load import GRPO, parse
-from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
+from perl.reports.methods import COMPARISON, PAGE, SAMPLED, SETTINGS, STATE, Comparison, Place, Run, Setting
+from perl.scoring.statistics import Estimate
 from perl.tools.stages import HERE, StageError, Where, alone
 from perl.tools.stages import run as run_stage
 from perl.tools.sweep import cli, work
@@ -119,6 +120,27 @@ def test_every_set_of_values_has_a_folder_of_its_own():
     assert len(names) == 7
     assert not any("/" in name or (name.startswith(".") and len(name) < 3) for name in names)
     assert folder_of({}) == "recipe"
+
+
+def test_values_and_models_that_read_as_markup_are_shown_as_they_are():
+    values = ["models/m[/data]", "models/m[hard]"]
+    bases = {model: {Place("gsm8k", SAMPLED): Estimate(0.5, 0.4, 0.6)} for model in values}
+    settings = [
+        Setting(
+            values={"model.model_name_or_path": value}, model=value, runs=[], finished=[], scores={}, changes={},
+            curve=None, step_time=None,
+        )
+        for value in values
+    ]  # fmt: skip
+    places = [Place("gsm8k", SAMPLED)]
+    shown = Comparison(
+        recipe="r", fields=["model.model_name_or_path"], n=1, places=places, bases=bases, settings=settings
+    )
+    screen = io.StringIO()
+    Console(file=screen, width=300).print(cli.table(shown, "gsm8k"))
+    said = screen.getvalue()
+    for text in ("base m[hard]", "change from models/m[/data]"):
+        assert text in said
 
 
 def test_every_combination_is_checked_before_anything_starts(tmp_path, capsys):

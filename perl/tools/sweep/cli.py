@@ -49,7 +49,7 @@ ANY_ADAPTER = ("--model", "base", "--adapter", "any")
 
 
 def add_arguments(parser: Parser) -> None:
-    add_recipe_flags(parser, "every --config.… flag goes before it, for all runs")
+    add_recipe_flags(parser, "every --config.… flag overrides it, for all runs")
     parser.add_argument(
         "--vary",
         action="append",
@@ -378,11 +378,11 @@ def table(comparison: Comparison, dataset: str) -> Table:
         shown.add_column(comparison.title(place), justify="right", no_wrap=True)
     first = comparison.settings[0]
     if len(comparison.settings) > 1:
-        shown.add_column(f"change from {first.name}", justify="right")
+        shown.add_column(escape(f"change from {first.name}"), justify="right")
     blanks = [""] * (max(len(comparison.fields), 1) - 1)
     for model, scores in comparison.bases.items():
         name = "base" if len(comparison.bases) == 1 else f"base {Path(model).name}"
-        shown.add_row(name, *blanks, "", *[estimate(scores[place]) for place in places])
+        shown.add_row(escape(name), *blanks, "", *[estimate(scores[place]) for place in places])
     for each in comparison.settings:
         seeds = (
             str(len(each.finished))
