@@ -33,7 +33,7 @@ MODES = get_args(Parallel)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_flags(parser, "every --config.… flag goes before it")
+    add_recipe_flags(parser, "every --config.… flag overrides it")
     parser.add_argument("--device", default=None, help=f"{', '.join(DEVICES)}; default: this machine's")
     many = "devices that train, one process each; default: the launch script's choice"
     parser.add_argument("--count", type=int, default=None, help=many)
