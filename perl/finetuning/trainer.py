@@ -18,6 +18,9 @@ from perl.adapters.start import own_precision
 from perl.base.errors import UserError
 from perl.config.sft import SFTRunConfig
 from perl.config.training import SFTTrainingConfig
+from perl.models.context import most_tokens
+from perl.models.folders import token_ids
+from perl.prompts import require_known
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
 from perl.runs.metrics import StepClock, add_step, model_size, sequences
 from perl.runs.nonfinite import save_batch
@@ -39,6 +42,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
 
     def __init__(self, config: SFTRunConfig, *, write_card: WriteCard | None = None, **kwargs: Any):
         self.config, model = config, kwargs.pop("model")
+        self._shape = model.config.get_text_config()
+        self._ends = token_ids(model.generation_config.eos_token_id)
         wrapped = isinstance(model, PeftModel)  # its adapter is trained further
         new = None if wrapped else ADAPTERS[config.peft.type].build(config.peft)
         with own_precision(model, new, config.training.seed) as (model, peft_config):
@@ -59,8 +64,12 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         tokens: Any = prepare(dataset, processing_class, whole, False, *further)
-        tell_what_is_cut(tokens, args, packing, processing_class.eos_token_id)
-        return prepare(tokens, processing_class, args, packing, *further)
+        for number, row in enumerate(tokens["input_ids"], start=1):
+            require_known(row, self._shape.vocab_size, f"{dataset_name} row {number}")
+        tell_what_is_cut(tokens, args, packing, {*self._ends, *token_ids(processing_class.eos_token_id)})
+        prepared = prepare(tokens, processing_class, args, packing, *further)
+        check_positions(prepared, self._shape, args.max_length)
+        return prepared
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
@@ -105,11 +114,37 @@ def kept(args: SFTTrainingConfig, packing: bool) -> slice:
     )
 
 
-def tell_what_is_cut(rows: Dataset, args: SFTTrainingConfig, packing: bool, eos: int | None) -> None:
+def check_positions(rows: Any, shape: Any, max_length: int | None) -> None:
+    """One line for rows of more tokens than the model was made for.
+
+    Args:
+        rows: cut, or packed.
+        shape: the model's configuration, of its text part.
+
+    Raises:
+        UserError: the model has no positions for them.
+    """
+    packed = rows["seq_lengths"] if "seq_lengths" in rows.column_names else [[len(row)] for row in rows["input_ids"]]
+    longest = max(length for lengths in packed for length in lengths)
+    if (found := most_tokens(shape)) is not None and longest > found[0]:
+        raise UserError(
+            f"--config.training.max_length {max_length}: a row of {longest} tokens is more than {found[0]}, and"
+            f" {found[1]}; write at most {found[0]}"
+        )
+    context = getattr(shape, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        log.warning(
+            "--config.training.max_length %s: a row of %d tokens is more than the %d that the model was made for"
+            " (max_position_embeddings)", max_length, longest, context,
+        )  # fmt: skip
+
+
+def tell_what_is_cut(rows: Dataset, args: SFTTrainingConfig, packing: bool, ends: set[int]) -> None:
     """One line for rows that max_length cuts, and one where no row teaches the model to stop.
 
     Args:
         rows: whole, with `input_ids` and `labels`.
+        ends: tokens that end a completion.
 
     Raises:
         UserError: max_length cuts all that is learned from every row.
@@ -126,8 +161,8 @@ def tell_what_is_cut(rows: Dataset, args: SFTTrainingConfig, packing: bool, eos:
                 f"--config.training.max_length {args.max_length}: nothing to learn is left of any row; the longest has"
                 f" {max(map(len, ids))} tokens: write more"
             )
-    if eos is not None and not any(eos in row for row in labels):
+    if ends and not any(ends.intersection(row) for row in labels):
         log.warning(
-            "no row ends its answer with the end-of-sequence token: the model will not learn to stop; look at the chat"
+            "no row ends its answer with an end-of-sequence token: the model will not learn to stop; look at the chat"
             " template"
         )

@@ -361,6 +361,32 @@ def test_rows_that_are_cut_and_answers_without_an_end_are_told(caplog):
     assert "learn to stop" in caplog.text
 
 
+def test_the_end_of_a_turn_may_be_named_by_generation_config_alone(caplog):
+    named = tiny_tokenizer().convert_tokens_to_ids("7")
+    for ends, told in (([0], True), ([0, named], False)):
+        model = tiny_model(scale=2.0)
+        model.generation_config.eos_token_id = ends
+        caplog.clear()
+        trainer_of(sums(4), model=model, template=CHAT_TEMPLATE.replace("<|end|>", "7"))
+        assert ("learn to stop" in caplog.text) == told
+
+
+def test_rows_that_the_model_has_no_tokens_or_positions_for_are_one_line(caplog):
+    with pytest.raises(UserError, match=r"^train row 1: the prompt holds token \d+, but the model knows 12 tokens"):
+        trainer_of(sums(4), model=tiny_model(vocab_size=12))
+
+    def table():
+        return tiny_model("opt", max_position_embeddings=16, ffn_dim=64, word_embed_proj_dim=64)
+
+    with pytest.raises(UserError, match=r"max_length 1024: a row of \d+ tokens is more than 16, and it has a table of"):
+        trainer_of(sums(4), model=table())
+    for changes in ({}, {"packing": "true"}, {"packing": "true", "packing_strategy": "bfd_split"}):
+        trainer_of(sums(4), model=table(), max_length=16, **changes)
+    assert "was made for" not in caplog.text
+    trainer_of(sums(4), model=tiny_model(max_position_embeddings=16))
+    assert "max_length 1024: a row of 21 tokens is more than the 16 that the model was made for" in caplog.text
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_with_the_rows_of_the_update(tmp_path):
     trainer = trainer_of(sums(), gradient_accumulation_steps=2, max_steps=3)
     poison(trainer, "loss", {2})
