@@ -26,7 +26,7 @@ class CandidateRun:
     stores: dict[str, Store]
     """By `Sample.dataset`."""
     pending: list[Sample]
-    """Not on disk when the command began."""
+    """Not on disk when the command began, or failed."""
     runnable: list[Sample]
     """Those of them that leave room for a completion."""
     generation: Generation | None = None
@@ -41,9 +41,14 @@ class CandidateRun:
         own_sets = [each.of_candidate(candidate.name, served) for each in problem_sets]
         folder = setup.folder(candidate)
         stores = {each.dataset: Store(folder / each.name, setup.identity(candidate, each)) for each in own_sets}
-        pending = [s for each in own_sets for s in each.samples if (s.key, s.index) not in stores[s.dataset]]
-        runnable = [s for s in pending if setup.context is None or len(s.token_ids) < setup.context]
-        return cls(candidate, own_sets, stores, pending, runnable)
+        missing, failed = [], []
+        for sample in (sample for each in own_sets for sample in each.samples):
+            if (record := stores[sample.dataset].records.get((sample.key, sample.index))) is None:
+                missing.append(sample)
+            elif record["error"] is not None and setup.has_room(sample):
+                failed.append(sample)
+        pending = [*missing, *failed]  # what may kill its worker again comes last
+        return cls(candidate, own_sets, stores, pending, [sample for sample in pending if setup.has_room(sample)])
 
     @property
     def complete(self) -> bool:
@@ -71,7 +76,7 @@ class CandidateRun:
             "model": setup.config.model,
             "adapter": str(self.candidate.adapter) if self.candidate.adapter else None,
             "step": self.candidate.step,
-            "trained_on": trained_on(self.candidate.adapter or setup.model, problem_set.keys),
+            "trained_on": trained_on(self.candidate.adapter or setup.model, problem_set.problems),
             **setup.identity(self.candidate, problem_set),
             "merge": setup.merge_report(self.candidate),
             "chat_template": setup.tokenizer.chat_template,

@@ -51,6 +51,8 @@ CONDITIONS = (
     "max_model_len", "adapter_mode", "engines", "environment", "grading", "grading_hash",
 )  # fmt: skip
 """Fields of a summary that may move a score, the model apart."""
+WORDING = ("styles", "chat_template_hash", "chat_template_kwargs", "environment")
+"""Those that word the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[dict[str, A
     for dataset, pair in pairs.items():
         other, this = map(_conditions, pair)
         others = [(name, *models) for name, models in _models(pair).items() if models != first[name]]
-        for change in [*differences(other, this), *others]:
+        for change in [*differences(other, this), *others, *_prompts(pair)]:
             known = next((datasets for other, datasets in found if other == change), None)
             if known is None:
                 found.append((change, [dataset]))
@@ -151,6 +153,30 @@ def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[dict[str, A
         for (name, old, new), datasets in found
         if name != "adapter_mode" or None not in (old, new)  # a base has no adapter to serve
     ]
+
+
+def _prompts(pair: tuple[Results, Results]) -> list[tuple[str, str, str]]:
+    """What the first problem is asked by, where nothing that is known of explains that they are asked otherwise: a chat
+    template can write the date."""
+    other, this = pair
+    if _fields(other, WORDING) != _fields(this, WORDING):
+        return []
+    before, now = (
+        {key: samples[0]["prompt"] for key, samples in each.samples.items() if 0 in samples and not _talked(samples[0])}
+        for each in pair
+    )
+    apart = [(before[key], now[key]) for key in now if key in before and now[key] != before[key]]
+    if not apart:
+        return []
+    old, new = apart[0]
+    same = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    at = max(0, same - 20)
+    return [(f"prompts of {len(apart)} problems", old[at : at + 60], new[at : at + 60])]
+
+
+def _talked(record: SampleRecord) -> bool:
+    """Its prompt has the turns that were drawn."""
+    return "conversation" in record
 
 
 def _models(pair: tuple[Results, Results]) -> dict[str, tuple[Any, Any]]:
@@ -197,8 +223,23 @@ def _samples_of_each(results: Results) -> int:
 
 
 def _conditions(results: Results) -> dict[str, Any]:
-    made = results.summary.get("provenance", {})
-    return _fields(results, CONDITIONS) | {"versions": made.get("versions"), "git_commit": made.get("git_commit")}
+    made, generation = results.summary.get("provenance", {}), results.summary.get("generation") or {}
+    return _fields(results, CONDITIONS) | {
+        "dtype": _dtype(results.summary, generation.get("device")),
+        "device": generation.get("device"),
+        "versions": made.get("versions"),
+        "git_commit": made.get("git_commit"),
+    }
+
+
+def _dtype(summary: Mapping[str, Any], device: str | None) -> str | None:
+    """That was computed in; "auto": what the base is stored in."""
+    merge = summary.get("merge") or {}
+    if summary.get("dtype") != "auto":
+        return summary.get("dtype")
+    if device == "cpu":
+        return "float32"
+    return merge["dtype"] if merge.get("note") and not summary.get("quantization") else "auto"
 
 
 def _fields(results: Results, names: tuple[str, ...]) -> dict[str, Any]:

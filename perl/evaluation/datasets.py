@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of, worked_answer
 from perl.tasks.files import Row, read_rows
+
+log = logging.getLogger(__name__)
 
 SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 
@@ -36,7 +39,10 @@ def load_problem_set(
     columns = config.environment.factory is not None
     problems = load_problems(spec, config.split, config.max_samples, config.task, graded, columns)
     examples = few_shot_examples(config, spec, problems)
-    return make_problem_set(problems, spec, name, template, given(config), config.system_prompt, examples)
+    made = make_problem_set(problems, spec, name, template, given(config), config.system_prompt, examples)
+    if made.sampling.temperature == 0 and (unused := [f"--{n}" for n in ("top_p", "top_k") if n in given(config)]):
+        log.warning("%s is scored greedily: without --temperature %s has no effect", spec, " ".join(unused))
+    return made
 
 
 def given(config: EvalConfig) -> dict[str, Any]:

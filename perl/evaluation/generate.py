@@ -44,10 +44,10 @@ class UnderWay:
         """What summary.json tells of it.
 
         Args:
-            since: time.monotonic() when its start began.
+            since: time.monotonic() when the command began, or the run before had ended.
         """
         config = setup.config
-        first = max(pool.first_ready or self.ended, self.began)
+        first = max(pool.first_ready or self.ended, self.began, since)
         return cast(
             "Generation",
             {
@@ -69,7 +69,7 @@ class UnderWay:
 
 def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
     """Complete, grade and store the samples that are pending."""
-    began = time.monotonic()
+    since = time.monotonic()
     total = sum(len(each.samples) for run in runs for each in run.problem_sets)
     pending = sum(len(run.pending) for run in runs)
     if not pending:
@@ -107,11 +107,10 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
                     under_way = submitted[sample.dataset]
                     under_way.count(completion)
                     if not under_way.remaining:
+                        under_way.run.generation = under_way.generation(setup, pool, since)
+                        since = under_way.ended
                         remove_merged(setup, under_way.run.candidate)
                 progress.refresh()
-    for under_way in submitted.values():
-        first = under_way.run is candidates[0]
-        under_way.run.generation = under_way.generation(setup, pool, began if first else under_way.began)
 
 
 def is_served(setup: Setup, run: CandidateRun) -> bool:

@@ -61,7 +61,7 @@ def evaluate(config: EvalConfig) -> Summaries:
     for problem_set in problem_sets:
         setup.require_rows(problem_set)
         setup.require_known(problem_set)
-        warn_of_trained(folders, problem_set.spec, problem_set.keys)
+        warn_of_trained(folders, problem_set.spec, problem_set.problems)
     if config.compare:
         keys = {each.name: each.keys for each in problem_sets}
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))

@@ -62,6 +62,10 @@ class Setup:
     conversations: Conversations | None = None
     """With --environment; None: every sample is one turn."""
 
+    def has_room(self, sample: Sample) -> bool:
+        """Whether the prompt leaves any for a completion."""
+        return self.context is None or len(sample.token_ids) < self.context
+
     @classmethod
     def of(cls, config: EvalConfig) -> Setup:
         model = resolve_model(config.model)

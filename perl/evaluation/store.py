@@ -1,7 +1,8 @@
 """samples.jsonl: append-only, keyed by content, safe against a process that dies while it writes.
 
 A folder holds run.json (what every row in it was made with) and samples.jsonl (one line a row). A last line that was
-torn is cut off, and its sample is pending again. Nothing else is ever rewritten, but for verdicts by --rescore.
+torn is cut off, and its sample is pending again; so is one that has failed, whose record stays until it is completed.
+Nothing else is ever rewritten, but for verdicts by --rescore.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from perl.base.errors import RankError, UserError
 from perl.base.files import LOCK, atomic_write, json_line, lock_now, open_lock, read_json, write_json
-from perl.scoring.results import RUN, SAMPLES, SampleRecord, read_samples
+from perl.scoring.results import RUN, SAMPLES, SampleRecord, keep, read_samples
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,10 @@ class Store:
         return row in self.records
 
     def append(self, records: Sequence[SampleRecord]) -> None:
-        """Add rows, on disk when this returns (as far as the kernel goes: a killed process loses none of them)."""
-        lines = "".join(map(json_line, records))
+        """Add rows, on disk when this returns (as far as the kernel goes: a killed process loses none of them). What
+        fails once more is not added."""
+        kept = dict(self.records)
+        lines = "".join(json_line(record) for record in records if keep(kept, record))
         try:
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(lines)
@@ -79,8 +82,7 @@ class Store:
             raise RankError(
                 f"{self.path}: {error.strerror}; what was written stays: make room, and the same command goes on"
             ) from error
-        for record in records:
-            self.records.setdefault((record["key"], record["sample"]), record)
+        self.records = kept
 
     def replace(self, records: Sequence[SampleRecord]) -> None:
         """Write the file again with `records`; the old one stays until the new one is whole on disk."""

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from perl.base.errors import UserError
+from perl.grading.entries import require_scoring
 from perl.prompts import ChatTemplate, PromptStyle
 from perl.records import Problem, Sample, Sampling
 from perl.scoring.samples import folder_names, make_samples, sampling_of_task, style_of_task
-from perl.tasks import data_name
+from perl.tasks import TASKS, data_name
 
 if TYPE_CHECKING:
     from perl.scoring.results import HowAsked
@@ -45,6 +46,11 @@ class ProblemSet:
     def sources(self) -> list[str]:
         """The data sources of its problems, the commonest first."""
         return [name for name, _ in Counter(s.problem.data_source for s in self.samples).most_common()]
+
+    @property
+    def problems(self) -> dict[str, Problem]:
+        """Its problems, by key."""
+        return {sample.key: sample.problem for sample in self.samples}
 
     @property
     def keys(self) -> set[str]:
@@ -91,7 +97,13 @@ def make_problem_set(
         given: fields of Sampling that the user has set.
         examples: (question, worked answer) pairs before each question.
         flag: what stands before a field's name in a flag, for messages.
+
+    Raises:
+        UserError: what grades a problem is not installed.
     """
+    for problem in problems:
+        if problem.task and TASKS[problem.task].rubric.math_verify == "own":
+            require_scoring(problem.gold)
     tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
     sampling = sampling_of_task(tasks[0], given, flag)
     styles = {task: style_of_task(task, system_prompt, examples) for task in tasks}

@@ -319,9 +319,9 @@ def read_scored(folder: Path) -> ScoredSet:
 
 
 def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
-    """The records of a samples.jsonl by (key, sample), in the file's order; of two of one sample the first counts. A
-    line that is no record, or has no end (its writer was killed), is left out: one warning tells how many, and what is
-    wrong with the first."""
+    """The records of a samples.jsonl by (key, sample), in the file's order; of two of one sample the first that has no
+    error counts. A line that is no record, or has no end (its writer was killed), is left out: one warning tells how
+    many, and what is wrong with the first."""
     try:
         *lines, torn = file.read_bytes().split(b"\n")
     except OSError as error:
@@ -331,7 +331,7 @@ def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
     for number, line in enumerate(lines, start=1):
         try:
             record = typed(json.loads(line), SampleRecord)
-            records.setdefault((record["key"], record["sample"]), record)
+            keep(records, record)
         except (ValueError, RecursionError) as error:
             broken.append(f"line {number}: {one_line(str(error))}")
     if torn:
@@ -342,6 +342,15 @@ def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
             file, len(broken), broken[0],
         )  # fmt: skip
     return records
+
+
+def keep(records: dict[tuple[str, int], SampleRecord], record: SampleRecord) -> bool:
+    """Put a record among those of its file, and say whether it counts: it is the first of its sample, or has no error
+    where that one has."""
+    before = records.get(row := (record["key"], record["sample"]))
+    if counts := before is None or (before["error"] is not None and record["error"] is None):
+        records[row] = record
+    return counts
 
 
 def read_metrics(file: Path) -> list[tuple[int, Row]]:

@@ -270,8 +270,12 @@ def replace_weights(engine: LoadedEngine, held: WeightsSpec, needed: WeightsSpec
     can't be, or None when it is done."""
     if (needed.model, needed.dtype) == (held.model, held.dtype):
         return None
-    if needed.dtype != held.dtype:
-        return f"{needed.model} is computed in another dtype ({needed.dtype}) than {held.model} ({held.dtype})"
+    from perl.engines.base import resolve_dtype
+    from perl.models.folders import load_config
+
+    now, then = (resolve_dtype(each.dtype, load_config(each.model)) for each in (held, needed))
+    if now != then:
+        return f"{needed.model} is computed in another dtype ({then}) than {held.model} ({now})"
     return engine.replace_weights(needed.model)
 
 

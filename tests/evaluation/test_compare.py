@@ -185,3 +185,28 @@ def test_nothing_in_common_is_refused(tmp_path):
     (a / "gsm8k" / "summary.json").write_text("{")
     with pytest.raises(UserError, match=r"--compare: .*summary\.json is not readable"):
         compare(a, c)
+
+
+def test_prompts_that_a_template_words_by_the_day_are_named(tmp_path):
+    for name, day in (("other", "23"), ("this", "24")):
+        lines = [record(key, 0, prompt=f"<|system|> Today is November {day}.", score=1.0) for key in "abcdefg"]
+        (tmp_path / name / "gsm8k").mkdir(parents=True)
+        (tmp_path / name / "gsm8k" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "gsm8k" / "summary.json").write_text(json.dumps(summary(lines, 1)))
+    (named,) = compare(tmp_path / "other", tmp_path / "this")["differs"]
+    assert named["name"] == "prompts of 7 problems"
+    assert (named["other"], named["this"]) == (" Today is November 23.", " Today is November 24.")
+
+
+GENERATION = {"engine": "hf", "executor": "local", "rows": 1, "tokens": 1, "wall_s": 1.0, "tokens_per_s": 1.0}
+GENERATION |= {"dp_size": 1, "tp_size": 1, "start_s": 0.0, "worker_restarts": 0}
+
+
+@pytest.mark.parametrize(("device", "named"), [("cuda", ["dtype"]), ("cpu", [])])
+def test_a_young_adapter_that_is_computed_in_float32_is_named(tmp_path, device, named):
+    scores, generation = {f"k{i}": [1.0] for i in range(7)}, GENERATION | {"device": device}
+    write_results(tmp_path / "other", scores, dtype="auto", generation=generation)
+    merged = {"dtype": "float32", "note": "would lose 80% of it: written in float32"}
+    write_results(tmp_path / "this", scores, dtype="auto", generation=generation, merge=merged, model="other",
+                  base_hash="other")  # fmt: skip
+    assert [each["name"] for each in compare(tmp_path / "other", tmp_path / "this")["differs"]] == named

@@ -12,6 +12,7 @@ from perl.config.schema import EnvironmentConfig
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.run import evaluate
 from perl.evaluation.setup import warn_of_training
+from perl.records import Problem
 from perl.tasks.trained import TRAINED_PROBLEMS
 from perl.training.grpo import train
 
@@ -75,8 +76,9 @@ def changed(adapter: Path) -> Path:
 
 
 def test_other_problems_count_zero_and_a_folder_outside_of_a_run_tells_nothing(run, tmp_path):
-    assert trained_on(run / "adapter", {"0123456789abcdef-0"}) == {"run": str(run), "problems": 0}
-    assert trained_on(tmp_path, {"0123456789abcdef-0"}) is None
+    other = {"0123456789abcdef-0": Problem(task="gsm8k", question="What is 1 * 1 ?", gold="1")}
+    assert trained_on(run / "adapter", other) == {"run": str(run), "problems": 0}
+    assert trained_on(tmp_path, other) is None
 
 
 def test_the_evaluation_says_what_the_chat_template_was_given_in_training(config, tmp_path, caplog):

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 from dataclasses import replace
 
@@ -68,6 +69,21 @@ def test_flags_stand_over_the_tasks_sampling():
         sampling_of_task("gsm8k", given(EvalConfig(model="m", dataset="d", n=4)))
     with pytest.raises(UserError, match="--top_p 0"):
         sampling_of_task("aime24", given(EvalConfig(model="m", dataset="d", top_p=0.0)))
+
+
+def test_a_sampling_flag_without_a_temperature_gets_a_line(config, sums, caplog):
+    greedy = replace(config, temperature=0.0, top_p=0.95, n=1)
+    load_problem_set(greedy, ChatTemplate(tiny_tokenizer()), str(sums), "sums")
+    assert "is scored greedily: without --temperature --top_p has no effect" in caplog.text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="reasoning-gym is installed")
+def test_what_grades_a_file_is_asked_for_before_anything_is_generated(tmp_path, config):
+    entry = {"generator": "chain_sum", "settings": "{}", "answer": "5"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "2 + 3 = ?", "answer": json.dumps(entry), "data_source": "reasoning_gym"}))
+    with pytest.raises(UserError, match="reasoning-gym, which grades these, is not installed"):
+        load_problem_set(replace(config, task="reasoning_gym"), ChatTemplate(tiny_tokenizer()), str(file), "rows")
 
 
 def test_few_shot_from_the_train_file(tmp_path, config):

@@ -21,6 +21,7 @@ from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.eval import main
 from perl.evaluation.run import evaluate
+from perl.scoring.results import read_samples
 from tests.evaluation.conftest import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +167,21 @@ def test_prompts_without_room_are_recorded_as_such(config, tmp_path, caplog):
     assert "get no completion" in caplog.text
     again = replace(config, result_dir=str(folder), n=1, max_samples=20, max_model_len=length + 1)
     assert main(command(again)[2:]) == 3  # the exit code tells, also when nothing is left to generate
+
+
+def test_rows_that_have_failed_are_asked_again(config, tmp_path):
+    settings = replace(config, result_dir=str(tmp_path), n=1, max_samples=6)
+    evaluate(settings)
+    (file,) = tmp_path.glob("*/samples.jsonl")
+    whole = read_samples(file)
+    failed = {"error": "it killed its worker twice, alone", "completion": "", "score": 0.0, "tokens": 0}
+    lines = [row | failed if place < 2 else row for place, row in enumerate(whole.values())]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = evaluate(settings)["sums"]
+    assert (summary["not_generated"], summary["generation"]["rows"]) == (0, 2)
+    again = read_samples(file)
+    assert list(again) == list(whole)
+    assert [row["completion"] for row in again.values()] == [row["completion"] for row in whole.values()]
 
 
 @pytest.mark.slow

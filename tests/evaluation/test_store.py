@@ -91,3 +91,18 @@ def test_a_full_disk_is_one_line(tmp_path):
 def test_half_of_a_surrogate_pair_ends_no_evaluation(tmp_path):
     Store(tmp_path, {}).append([record("a", completion="\ud800")])
     assert Store(tmp_path, {}).records["a", 0]["completion"] == "\ud800"
+
+
+def test_a_failed_row_stays_until_it_is_completed_and_is_written_once(tmp_path):
+    store = Store(tmp_path, {})
+    failed = record("a-0", 0, error="it killed its worker twice, alone", score=0.0)
+    store.append([failed, record("b-0", 0)])
+    store.append([failed])
+    assert len(store.path.read_text().splitlines()) == 2
+    store.append([record("a-0", 0)])
+    store.append([failed, record("a-0", 0, score=0.5)])  # neither takes the place of what was completed
+    for kept in (store.records, Store(tmp_path, {}).records):
+        assert [(key, row["error"], row["score"]) for (key, _), row in kept.items()] == [
+            ("a-0", None, 1.0),
+            ("b-0", None, 1.0),
+        ]
