@@ -43,7 +43,7 @@ from perl.runs.setup import (
 from perl.runs.tracking import check_trackers
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split, worked_answer
 from perl.tasks.files import Row, require_characters, structure, text_or_turns
-from perl.tasks.trained import problem_hash
+from perl.tasks.trained import asked_hash
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -229,7 +229,7 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
     return {
         "prompt": build_messages(problem, style),
         "completion": [{"role": "assistant", "content": answer}],
-        PROBLEM: problem_hash(problem),
+        PROBLEM: asked_hash(problem),
     }
 
 

@@ -49,7 +49,7 @@ class Checked(Protocol):
 
     @property
     def problems(self) -> Sequence[str]:
-        """problem_hash of each row."""
+        """asked_hash of each row."""
         ...
 
 

@@ -40,7 +40,7 @@ from perl.records import Problem
 from perl.rewards.files import ROW, row_of
 from perl.runs.vision import with_images
 from perl.tasks import TASKS, load_problems, training_split
-from perl.tasks.trained import problem_hash
+from perl.tasks.trained import asked_hash
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 PROBLEM = "problem"
-"""Column of a row's identity (perl.tasks.trained.problem_hash)."""
+"""Column of a row's identity (perl.tasks.trained.asked_hash)."""
 MODEL_FLAG = "--config.model.model_name_or_path"
 
 
@@ -285,7 +285,7 @@ def _row(problem: Problem, system_prompt: str | None, takes_images: bool) -> dic
         "gold": problem.gold or None,
         "task": problem.task,
         ROW: row_of(problem),
-        PROBLEM: problem_hash(problem),
+        PROBLEM: asked_hash(problem),
     }
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -16,7 +17,9 @@ import yaml
 
 from perl.base.errors import UserError
 from perl.base.files import atomic_write, read_json
+from perl.prompts import PromptStyle
 from perl.records import Problem
+from perl.tasks.registry import TASKS
 from perl.tasks.schemas import READ
 
 log = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ class Problems(TypedDict):
     """What is read of trained_problems.json."""
 
     problems: list[str]
-    """`problem_hash` of each."""
+    """`asked_hash` of each; `problem_hash` in runs of before 0.14."""
 
 
 def problem_hash(problem: Problem) -> str:
@@ -40,6 +43,25 @@ def problem_hash(problem: Problem) -> str:
         parts.append(further)
     content = json.dumps(parts, ensure_ascii=False)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def asked_hash(problem: Problem) -> str:
+    """`problem_hash` of the bare question, without stray white space: a row of `prepare`, which holds the task's whole
+    prompt, has the hash of the row that it was made of."""
+    style = TASKS[problem.task].style if problem.task else PromptStyle()
+    before, _, after = (" ".join(part.split()) for part in style.template.partition("{question}"))
+    question = " ".join(problem.question.split())
+    turns = [message | {"content": " ".join(message["content"].split())} for message in problem.messages or ()]
+    if [turn["role"] for turn in turns] == ["user"]:
+        words = turns[0]["content"]
+        if words.startswith(before) and words.endswith(after):
+            question, turns = words.removeprefix(before).removesuffix(after).strip(), []
+    return problem_hash(replace(problem, question=question, messages=tuple(turns) or None))
+
+
+def count_trained(problems: Mapping[str, Problem], trained: Collection[str]) -> int:
+    """How many of `problems`, by their keys in samples.jsonl, are among `trained` (Problems.problems)."""
+    return sum(key.partition("-")[0] in trained or asked_hash(each) in trained for key, each in problems.items())
 
 
 def write_trained(
@@ -58,7 +80,7 @@ def write_trained(
 
 
 def read_trained(folder: Path) -> frozenset[str] | None:
-    """`problem_hash` of each problem that an adapter or a model was trained on which lies in its run's folder
+    """`asked_hash` of each problem that an adapter or a model was trained on which lies in its run's folder
     (RUN/adapter, RUN/model, RUN/checkpoint-N); None where nothing tells, as of RUN/base, with which a run begins."""
     return None if folder.resolve().name == "base" else _read(folder.resolve().parent)
 

@@ -21,8 +21,8 @@ from perl.models.images import tokenizer_of
 from perl.prompts import ChatTemplate
 from perl.runs.setup import merged_base
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
-from perl.scoring.samples import cluster_of
 from perl.tasks import load_problems
+from perl.tasks.trained import asked_hash
 
 if TYPE_CHECKING:
     from perl.config.load import Config
@@ -71,7 +71,7 @@ def set_up_validation(
 
     Args:
         template: what words the prompts.
-        trained: perl.tasks.trained.problem_hash of each problem that the run trains on.
+        trained: perl.tasks.trained.asked_hash of each problem that the run trains on.
         conversations: the run's, with an environment.
     """
     validation = config.validation
@@ -129,6 +129,6 @@ def _problem_set(
 
 
 def _warn_of_trained(problem_set: ProblemSet, trained: Collection[str]) -> None:
-    keys = {cluster_of(key) for key in problem_set.keys}
-    if both := len(keys & set(trained)):
-        log.warning("%sdatasets %s: the run trains on %d of its %d problems", FLAG, problem_set.spec, both, len(keys))
+    scored = {asked_hash(problem) for problem in problem_set.problems.values()}
+    if both := len(scored & set(trained)):
+        log.warning("%sdatasets %s: the run trains on %d of its %d problems", FLAG, problem_set.spec, both, len(scored))

@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 
 from perl.records import Problem
-from perl.tasks.trained import TRAINED_PROBLEMS, problem_hash, read_trained, trained_with, write_trained
+from perl.tasks import TASKS
+from perl.tasks.trained import (
+    TRAINED_PROBLEMS,
+    asked_hash,
+    count_trained,
+    problem_hash,
+    read_trained,
+    trained_with,
+    write_trained,
+)
 
 
 def test_a_problem_is_its_question_messages_and_gold():
@@ -22,6 +31,19 @@ def test_of_rows_for_an_environment_what_reset_alone_is_given_counts():
     first, other = (replace(plain, columns={"word": word, "question": "Play."}) for word in ("apple", "grape"))
     assert problem_hash(first) != problem_hash(other)
     assert problem_hash(replace(plain, columns={"question": "Play.", "answer": "7"})) == problem_hash(plain)
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "dapo-math", "math"])
+def test_a_bare_question_and_its_whole_prompt_are_one_problem(task):
+    bare = Problem(task=task, question="How much is\n1 + 2 ?", gold="3")
+    prompt = TASKS[task].style.template.replace("{question}", "How much is 1 +  2 ?\n")
+    prepared = replace(bare, question="", messages=({"role": "user", "content": prompt},))
+    assert asked_hash(bare) == asked_hash(prepared) != problem_hash(prepared)
+    assert asked_hash(replace(prepared, gold="4")) != asked_hash(prepared) != asked_hash(replace(bare, images=(b"a",)))
+    other = replace(prepared, messages=({"role": "system", "content": "Be brief."}, *(prepared.messages or ())))
+    assert asked_hash(other) != asked_hash(prepared)
+    scored = {f"{problem_hash(bare)}-0": bare, f"{problem_hash(bare)}-1": bare, f"{problem_hash(other)}-0": other}
+    assert count_trained(scored, {asked_hash(prepared)}) == count_trained(scored, {problem_hash(bare)}) == 2
 
 
 def test_a_run_that_goes_on_keeps_the_problems_of_the_run_before(tmp_path):
