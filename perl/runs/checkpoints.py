@@ -284,6 +284,35 @@ def check_made(checkpoint: str | None, config: Any) -> None:
     )  # fmt: skip
 
 
+# The best
+
+
+def bests_in(run_dir: Path) -> dict[int, Path]:
+    """BEST, and those before it that are kept, by the step that they are of."""
+    folders = [*run_dir.glob(f"{BEST_BEFORE}*"), run_dir / BEST]
+    files = [folder / BEST_FILE for folder in folders if (folder / BEST_FILE).is_file()]
+    return {read_json(f, hint=f"remove {f.parent}", kind=BestStep)["step"]: f.parent for f in files}
+
+
+def replace_best(run_dir: Path, made: Path) -> None:
+    """`made` becomes BEST; the one before it stays aside where a run would go on from it."""
+    for step, folder in bests_in(run_dir).items():
+        if folder.name == BEST:
+            folder.rename(run_dir / f"{BEST_BEFORE}-{step}")
+    put_in_place(made, run_dir / BEST)
+    drop_bests(run_dir)
+
+
+def drop_bests(run_dir: Path) -> None:
+    """Remove those before BEST that are not the best up to any checkpoint that is there."""
+    bests = bests_in(run_dir)
+    last = [step_of_checkpoint(folder) for folder in checkpoints_in(run_dir)]
+    needed = {max((made for made in bests if made <= step), default=-1) for step in last}
+    for made, folder in bests.items():
+        if made not in needed and folder.name != BEST:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 # Left behind
 
 
@@ -304,11 +333,10 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
         state = read_json(Path(checkpoint) / TRAINER_STATE, FLAG, "name an earlier checkpoint", TrainerState)
         step = state["global_step"]
     made_at = {folder: step_of_checkpoint(folder) for folder in checkpoints_in(run_dir)}
-    made_at |= {folder: int(folder.name.rpartition("-")[2]) for folder in (run_dir / VALIDATION).glob("step-*")}
-    if (best := run_dir / BEST / BEST_FILE).is_file():
-        made_at[best.parent] = read_json(best, hint=f"remove {best.parent}", kind=BestStep)["step"]
-    if (before := run_dir / BEST_BEFORE / BEST_FILE).is_file():
-        made_at[before.parent] = read_json(before, hint=f"remove {before.parent}", kind=BestStep)["step"]
+    for folder in (run_dir / VALIDATION).glob("step-*"):
+        if (number := folder.name.removeprefix("step-")).isdecimal():
+            made_at[folder] = int(number)
+    made_at |= {folder: made for made, folder in bests_in(run_dir).items()}
     made_at |= {folder: math.inf for name in RESULTS if (folder := run_dir / name).is_dir()}
     last = step if checkpoint is None or _lies_in(run_dir, checkpoint) else -1
     if last < 0 and (run_dir / METRICS).is_file():
@@ -322,12 +350,11 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
             whose = "of a later step than the run goes on from" if last >= 0 else "of another run than the checkpoint"
             whose = "the result of the attempt before" if made == math.inf else whose
             log.info("%s is %s: moved to %s", folder, whose, kept)
-    if (before := run_dir / BEST_BEFORE).is_dir():
-        if best.parent.is_dir():  # no later one took its place
-            shutil.rmtree(before)
-        else:
-            before.rename(best.parent)
-    if checkpoint is not None and not best.parent.is_dir():
+    best, before = run_dir / BEST, bests_in(run_dir)
+    if before and not best.is_dir():
+        before[max(before)].rename(best)
+    drop_bests(run_dir)
+    if checkpoint is not None and not best.is_dir():
         _bring_best(Path(checkpoint).resolve().parent, run_dir, step)
 
 
@@ -362,10 +389,8 @@ def _stays(row: bytes, step: int) -> bool:
 
 def _bring_best(of: Path, run_dir: Path, step: int) -> None:
     """Copy the best adapter up to `step` from the run that the checkpoint is of, where it has one."""
-    for folder in (of / BEST, of / BEST_BEFORE):
-        if (file := folder / BEST_FILE).is_file() and read_json(file, kind=BestStep)["step"] <= step:
-            made = run_dir / SAVING / BEST
-            shutil.copytree(folder, made)
-            put_in_place(made, run_dir / BEST)
-            log.info("%s: the best so far, copied from %s", run_dir / BEST, folder)
-            return
+    if there := {made: folder for made, folder in bests_in(of).items() if made <= step}:
+        made = run_dir / SAVING / BEST
+        shutil.copytree(folder := there[max(there)], made)
+        put_in_place(made, run_dir / BEST)
+        log.info("%s: the best so far, copied from %s", run_dir / BEST, folder)

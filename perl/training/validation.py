@@ -39,12 +39,11 @@ from perl.grading import Grader, rules_hash
 from perl.models import folders
 from perl.records import Completion, Sample, Weights
 from perl.rewards.functions import grade_rows
-from perl.runs.checkpoints import put_in_place
+from perl.runs.checkpoints import drop_bests, put_in_place, replace_best
 from perl.runs.together import failing_together
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import (
     BEST,
-    BEST_BEFORE,
     BEST_FILE,
     METRICS,
     SAMPLES,
@@ -120,9 +119,9 @@ class Validation(TrainerCallback):
             control.should_evaluate = True
 
     def on_save(self, args, state, control, **kwargs):
-        """The best adapter is that up to this checkpoint now."""
+        """Checkpoints may have gone, and with them who needs an earlier best adapter."""
         if self.rank == 0:
-            shutil.rmtree(self.run_dir / BEST_BEFORE, ignore_errors=True)
+            drop_bests(self.run_dir)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.on_save(args, state, control)
@@ -291,9 +290,7 @@ class Validation(TrainerCallback):
             core = {name: number for name, number in metrics.items() if name.startswith("val-")}
             best: Best = {"step": step, "metric": self.chosen_by, "value": value, "metrics": core}
             write_json(made / BEST_FILE, best)
-            if folder.is_dir() and not (self.run_dir / BEST_BEFORE).exists():
-                folder.rename(self.run_dir / BEST_BEFORE)
-            put_in_place(made, folder)
+            replace_best(self.run_dir, made)
         log.info(
             "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
         )

@@ -378,15 +378,41 @@ def test_the_best_adapter_is_that_up_to_the_checkpoint(tmp_path, best, before, k
         assert step_of_best(tmp_path / "_left_behind" / "best") == best
 
 
-def test_a_better_adapter_leaves_that_of_the_last_checkpoint_until_the_next(tmp_path):
+def test_a_better_adapter_leaves_the_best_up_to_each_checkpoint(tmp_path):
     validation: Any = Validation.__new__(Validation)
     validation.run_dir, validation.rank, validation.chosen_by, validation.best = tmp_path, 0, "val-core/acc", None
     validation.setup = SimpleNamespace(trained="adapter")
-    for step, value in ((1, 0.5), (2, 0.6), (3, 0.7)):
-        validation.keep_best(step, {"val-core/acc": value}, lambda folder: folder.mkdir(parents=True))
-        found = [step_of_best(tmp_path / name) for name in ("best", "_best_before")]
-        assert found == [step, None if step == 1 else 1]
+
+    def found():
+        return {path.name for path in tmp_path.glob("*best*")}
+
+    def better(*steps):
+        for step in steps:
+            validation.keep_best(step, {"val-core/acc": step / 10}, lambda folder: folder.mkdir(parents=True))
+
+    better(1, 2)
+    checkpoint(tmp_path, 3)
+    better(4, 5)
+    assert found() == {"best", "_best_before-2"}
+    checkpoint(tmp_path, 6)
     validation.on_save(None, None, None)
-    assert not (tmp_path / "_best_before").exists()
-    validation.keep_best(4, {"val-core/acc": 0.8}, lambda folder: folder.mkdir(parents=True))
-    assert [step_of_best(tmp_path / name) for name in ("best", "_best_before")] == [4, 3]
+    better(7)
+    assert found() == {"best", "_best_before-2", "_best_before-5"}
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    validation.on_save(None, None, None)
+    assert found() == {"best", "_best_before-5"}
+
+
+def test_the_best_up_to_an_earlier_checkpoint_is_gone_on_from(tmp_path):
+    """Step 5, and better at 15; checkpoints 10 and 20. It was removed at the latter, and the next one was the best."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for step in (10, 20):
+        checkpoint(here, step)
+    (here / "validation" / "step-10 (copy)").mkdir(parents=True)
+    make_best(here / "_best_before-5", 5)
+    make_best(here / "best", 15)
+    there.mkdir()
+    for run in (there, here):
+        leave_behind(run, str(here / "checkpoint-10"))
+        assert step_of_best(run / "best") == 5
+    assert step_of_best(here / "_left_behind" / "best") == 15
