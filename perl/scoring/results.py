@@ -34,7 +34,7 @@ SWEEP, COMPARE = "sweep.json", "compare.json"
 METRICS, VALIDATION = "metrics.jsonl", "validation"
 BEST, BEST_FILE = "best", "best.json"
 BEST_BEFORE = "_best_before"
-"""In a run's folder, with -N behind it: the best of step N, which is that up to a checkpoint, while a later one stands in
+"""In a run's folder, with -N behind it: the best of step N, which is that up to a checkpoint; a later one stands in
 BEST."""
 
 AGAIN = "the same command of perl/eval.py writes it again"
