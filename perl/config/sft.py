@@ -62,6 +62,11 @@ def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[
         )
     if training.packing and training.max_length is None:
         raise UserError("--config.training.packing true: packs rows up to max_length tokens; give it a number")
+    if training.eval_packing and not training.packing:
+        raise UserError(
+            "--config.training.eval_packing true: without --config.training.packing true the rows that are evaluated"
+            " would see each other; write both, or leave it out"
+        )
     for field, file in (("chat_template_path", "chat_template.jinja"), ("eos_token", "tokenizer_config.json")):
         if training[field] is not None:
             raise UserError(

@@ -103,6 +103,12 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     if data.eval_dataset is not None:
         eval_rows = read(data.eval_dataset, data.eval_split, data.eval_example_numbers, data.task, data.system_prompt)
         check_loss(training, eval_rows[0], tokenizer)
+        if learned(training, eval_rows[0]) != (those := learned(training, rows[0])):
+            raise UserError(
+                f"--config.dataset.eval_dataset {data.eval_dataset}: its columns are not those of the rows that are"
+                f" trained on, of which {those} are learned: eval_loss would not be theirs; name rows of the same"
+                " columns"
+            )
     check_template([*rows, *eval_rows], tokenizer)
     log.info("%d rows from %s", len(rows), data.dataset_name_or_path)
     return CheckedRows(

@@ -453,6 +453,10 @@ def test_a_mistake_in_the_rows_is_one_line(tmp_path, model, rows, says):
         ({"training__eval_strategy": "epoch"}, "there are no rows to evaluate on; name --config.dataset.eval_dataset"),
         ({"dataset__eval_dataset": "gsm8k"}, "is never looked at; write --config.training.eval_strategy epoch"),
         ({"training__packing": "true", "training__max_length": "null"}, "give it a number"),
+        (
+            {"dataset__eval_dataset": "gsm8k", "training__eval_strategy": "epoch", "training__eval_packing": "true"},
+            "--config.training.eval_packing true: without --config.training.packing true the rows that are evaluated",
+        ),
         ({"training__chat_template_path": "a.jinja"}, "own; put it into chat_template.jinja in the model"),
         ({"training__dataset_num_proc": "2"}, "numbers in turns would be rounded on their way to other"),
         ({"training__eos_token": "<|end|>"}, "own; put it into tokenizer_config.json in the model's folder"),
@@ -505,6 +509,16 @@ def test_a_row_that_the_chat_template_does_not_take_is_named_before_the_model_is
         UserError, match=rf"^rows\.jsonl:2: .*model: the chat template fails: .*{says}.*; correct the pr"
     ):
         fine_tune(argv(model, fine if evaluated else rows, tmp_path / "run", **more))
+
+
+@pytest.mark.parametrize("evaluated", [0, 1])
+def test_rows_to_evaluate_on_have_the_columns_of_those_that_are_learned(tmp_path, model, evaluated):
+    """TRL decides by the latter of which tokens eval_loss is."""
+    rows = [{"messages": TALK}, {"prompt": "so", "completion": "3"}]
+    files = [write(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    wanted = {"dataset__eval_dataset": files[evaluated], "training__eval_strategy": "epoch"}
+    with pytest.raises(UserError, match=rf"eval_dataset \S+{evaluated}\.jsonl: its columns are not those of the rows"):
+        fine_tune(argv(model, files[1 - evaluated], tmp_path / "run", **wanted))
 
 
 STRIPPED = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
