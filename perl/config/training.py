@@ -101,6 +101,9 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
     def __post_init__(self):
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {self.max_tokens_per_microbatch}")
+        names = "generation_batch_size", "steps_per_generation"
+        self.rollout_by = next((name for name in names if getattr(self, name) is not None), None)
+        """Which of them was given, if any: TRL sets both, and takes one alone."""
         try:
             self._check_trls()
         except (ValueError, ZeroDivisionError):

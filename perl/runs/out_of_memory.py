@@ -112,7 +112,7 @@ def changes(phase: str, config: Any) -> Iterator[str]:
     if passes and training.max_tokens_per_microbatch and not rows_stand(training):
         yield halved("same batch, slower", "training.max_tokens_per_microbatch", training.max_tokens_per_microbatch)
     if draws and phase in ("rollout", "prepare", "reward", "advantages") and (parts := smaller_rollouts(training)):
-        yield change("same batch, sampled in parts", {"training.steps_per_generation": parts})
+        yield change("same batch, sampled in parts", parts)
     if phase in ("old_logps", "update") and training.per_device_train_batch_size > 1:
         yield change("same batch, slower", smaller_micro_batches(training))
     if phase == "update" and not training.gradient_checkpointing:
@@ -139,13 +139,15 @@ def fewer_bits(now: str, kind: str) -> str | None:
     return next((name for name in names if SCHEMES[name].bytes_a_weight < held), None)
 
 
-def smaller_rollouts(training: Any) -> tuple[int, int] | None:
-    """(new, present) steps_per_generation: the largest part of an update's batch that holds whole groups."""
+def smaller_rollouts(training: Any) -> dict[str, tuple[int, int]] | None:
+    """The largest part of an update's batch that holds whole groups."""
     now, group = training.steps_per_generation or 1, training.num_generations or 1
     sequences = training.per_device_train_batch_size * training.world_size
     for fewer in range(now - 1, 0, -1):
         if training.gradient_accumulation_steps % fewer == 0 and sequences * fewer % group == 0:
-            return fewer, now
+            if training.rollout_by == "generation_batch_size":
+                return {"training.generation_batch_size": (sequences * fewer, sequences * now)}
+            return {"training.steps_per_generation": (fewer, now)}
     return None
 
 
@@ -157,8 +159,8 @@ def smaller_micro_batches(training: Any) -> dict[str, tuple[int, int]]:
         "per_device_train_batch_size": (fewer, now),
         "gradient_accumulation_steps": (steps * now // fewer, steps),
     }
-    generation = getattr(training, "steps_per_generation", None)  # GRPO's
-    if generation not in (None, steps):  # set by the user: it does not follow on its own
+    if getattr(training, "rollout_by", None) == "steps_per_generation":  # GRPO's; else it follows on its own
+        generation = training.steps_per_generation
         settings["steps_per_generation"] = (generation * now // fewer, generation)
     return {f"training.{name}": values for name, values in settings.items()}
 

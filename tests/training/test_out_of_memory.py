@@ -77,15 +77,20 @@ def test_a_validation_of_the_tasks_own_length_is_not_made_longer():
     assert "--config.validation.max_new_tokens 50" in flags("validation", **datasets, validation__max_new_tokens=100)
 
 
+@pytest.mark.parametrize("given", [{}, {"generation_batch_size": 64}, {"steps_per_generation": 8}])
 @pytest.mark.parametrize("phase", ["rollout", "update"])
-def test_the_advice_makes_a_configuration_that_is_accepted(phase):
+def test_the_advice_makes_a_configuration_that_is_accepted(phase, given):
     """Each setting applied alone; the batch of an update stays 32 sequences with those that promise it."""
-    for text in changes(phase, config(**BATCH)):
+    batch = BATCH | {f"training__{name}": value for name, value in given.items()}
+    drawn = config(**batch).training.generation_batch_size
+    for text in changes(phase, config(**batch)):
         words = text.split(" (")[0].split()
         changed = dict(
             zip([w.removeprefix("--config.").replace(".", "__") for w in words[::2]], words[1::2], strict=True)
         )
-        training = config(**(BATCH | changed)).training
+        training = config(**(batch | changed)).training
+        if "same batch, slower" in text:
+            assert training.generation_batch_size == drawn
         if "same batch" in text:
             assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 32
         assert training.generation_batch_size % training.num_generations == 0

@@ -204,6 +204,7 @@ def job_of(
         completion=training.max_completion_length,
         group=int(training.num_generations or 1),
         steps_per_generation=int(training.steps_per_generation or training.gradient_accumulation_steps),
+        by_batch_size=training.rollout_by == "generation_batch_size",
         max_tokens=training.max_tokens_per_microbatch,
         rows_stand=rows_stand(training),
         max_batch_tokens=None if rollout.max_batch_tokens is None else int(rollout.max_batch_tokens),

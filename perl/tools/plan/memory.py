@@ -132,6 +132,8 @@ class Job:
     """vllm_tensor_parallel_size."""
     greedy: bool = False
     """A greedy completion of each prompt is drawn too, and not trained on (ReMax)."""
+    by_batch_size: bool = False
+    """generation_batch_size is given: steps_per_generation follows from it."""
     critic: bool = False
     """The rows are computed twice, by the policy and by a critic on its base."""
     full: bool = False

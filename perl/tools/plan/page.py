@@ -114,7 +114,7 @@ class Plan:
             "training.per_device_train_batch_size": job.micro_batch,
             "training.gradient_accumulation_steps": job.accumulation,
         }
-        if job.engine is not None:
+        if job.engine is not None and not job.by_batch_size:
             flags["training.steps_per_generation"] = job.steps_per_generation
         if job.checkpointing != self.job.checkpointing:
             flags["training.gradient_checkpointing"] = job.checkpointing

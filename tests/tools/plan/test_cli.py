@@ -303,9 +303,10 @@ def test_a_base_that_plan_does_not_know_the_bytes_of_is_told(plan, tmp_path):
     assert "the base is stored in 4 bits (awq), and counted as if it were not quantised" in found["notes"]
 
 
-def test_what_is_proposed_is_accepted_and_fits(plan):
+@pytest.mark.parametrize("batch", [(), ("--config.training.generation_batch_size", "1024")])
+def test_what_is_proposed_is_accepted_and_fits(plan, batch):
     """The flags go back in: the same peaks as the proposal promised."""
-    flags = RECIPE, MODEL, QWEN, "--device", "a100", "--count", "2", "--json"
+    flags = RECIPE, MODEL, QWEN, *batch, "--device", "a100", "--count", "2", "--json"
     first = json.loads(plan(*flags))
     again = json.loads(plan(*flags, *(str(word) for pair in first["proposal"].items() for word in pair)))
     assert again["peak"] == first["proposal_peak"]
