@@ -122,6 +122,16 @@ def test_every_set_of_values_has_a_folder_of_its_own():
     assert folder_of({}) == "recipe"
 
 
+def test_a_folders_name_is_as_long_as_a_file_system_takes(tmp_path):
+    long = {"dataset.system_prompt": "请" * 50, "reward.functions": "a" * 40, "peft.target_modules": "b" * 40}
+    assert len(folder_of(long).encode()) == 255
+    lists = [long | {"peft.target_modules": f'["{end}"]'} for end in ("q_proj", "k_proj")]
+    names = {folder_of(values) for values in (long, *lists)}
+    assert len(names) == 3
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
 def test_values_and_models_that_read_as_markup_are_shown_as_they_are():
     values = ["models/m[/data]", "models/m[hard]"]
     bases = {model: {Place("gsm8k", SAMPLED): Estimate(0.5, 0.4, 0.6)} for model in values}

@@ -25,6 +25,8 @@ SEEDS = ("common.seed", "training.seed")
 ONE_RUN = tuple(f"training.{name}" for name in OF_ONE_RUN)
 LONGEST = 40
 """Characters of a value in the name of a folder."""
+LONGEST_NAME = 255
+"""Bytes of a folder's name, on the file systems of Linux."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +129,22 @@ def read_settings(parser: Parser, program: Program, recipe: str, flags: Sequence
 
 
 def folder_of(values: Mapping[str, str]) -> str:
-    """peft.type=lora,training.learning_rate=1e-4; a value that no name of a folder can be is shortened, with a hash."""
-    return ",".join(f"{name}={slug(value)}" for name, value in values.items()) or "recipe"
+    """peft.type=lora,training.learning_rate=1e-4; a value that no name of a folder can be is shortened, with a hash,
+    and so are all of them together."""
+    name = ",".join(f"{name}={slug(value)}" for name, value in values.items()) or "recipe"
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    end = "-" + hashed(json.dumps([*values.items()]), 6)
+    return name.encode()[: LONGEST_NAME - len(end)].decode(errors="ignore") + end
 
 
 def slug(value: str) -> str:
     plain = re.sub(r"[^\w.+\-]+", "_", value)[:LONGEST]
-    return plain if plain == value else f"{plain}-{hashlib.blake2b(value.encode(), digest_size=3).hexdigest()}"
+    return plain if plain == value else f"{plain}-{hashed(value, 3)}"
+
+
+def hashed(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
