@@ -45,7 +45,7 @@ AUTO = "auto"
 
 ADAPTER = "peft.adapter"
 
-Made = dict[str, int]
+Made = dict[str, int | bool | str | None]
 """What the place in the data is counted in, by name: `made_by`."""
 DECIDED = {
     "training": ("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
@@ -85,11 +85,14 @@ class BestStep(TypedDict):
 
 
 def made_by(training: TrainingArguments) -> Made:
-    """Processes, and the rows of all of them: of an optimizer step, and with GRPO of a rollout and of a prompt."""
+    """Processes, and the rows of all of them: of an optimizer step, and with GRPO of a rollout and of a prompt; of SFT
+    what the number of an epoch's rows follows from."""
     args: Any = training
     rows = args.per_device_train_batch_size * args.world_size
-    made = {"processes": args.world_size, "rows of an optimizer step": rows * args.gradient_accumulation_steps}
+    made: Made = {"processes": args.world_size, "rows of an optimizer step": rows * args.gradient_accumulation_steps}
     made["seed"] = args.seed
+    if hasattr(args, "packing"):
+        made |= {name: getattr(args, name) for name in ("packing", "packing_strategy", "max_length", "truncation_mode")}
     if hasattr(args, "num_generations"):
         made["completions of a generation batch"] = args.generation_batch_size
         made["num_generations"] = args.num_generations

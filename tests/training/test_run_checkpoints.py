@@ -304,6 +304,16 @@ def test_another_seed_is_said(tmp_path, caplog):
     assert "was written with seed 1, now 2: the place in the data is counted in batches" in caplog.text
 
 
+def test_what_an_epochs_rows_follow_from_in_sft_is_said_where_it_is_another(tmp_path, caplog):
+    sft = {"packing": False, "packing_strategy": "bfd", "max_length": None, "truncation_mode": "keep_start"}
+    folder = checkpoint(tmp_path, 9, made_by(training(2, 4, **sft)))
+    check_made(str(folder), of_run(2, 4, **sft))
+    assert not caplog.messages
+    check_made(str(folder), of_run(2, 4, **sft | {"packing": True, "max_length": 64}))
+    (said,) = caplog.messages
+    assert "packing False, now True; max_length None, now 64: the place in the data is counted in batches" in said
+
+
 @pytest.mark.parametrize(("limit", "best", "kept"), [(1, None, "4"), (2, "2", "24"), (1, "2", "24"), (9, None, "1234")])
 def test_only_checkpoints_are_counted_and_removed(tmp_path, limit, best, kept):
     copies = {"checkpoint-1-keep", "checkpoint-4-merged"}
