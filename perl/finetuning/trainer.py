@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
 from perl.adapters import ADAPTERS
@@ -71,6 +73,10 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         check_positions(prepared, self._shape, args.max_length)
         return prepared
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        sampler = super()._get_train_sampler(*args)
+        return ByLength(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             self._micro_batches.append(inputs)
@@ -96,6 +102,22 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     def _log_step(self, metrics: dict[str, float]) -> None:
         whole = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases
         add_step(self._metrics["train"], whole)
+
+
+class ByLength(LengthGroupedSampler):
+    """transformers' for group_by_length, but that an epoch's order follows from seed and epoch, as RandomSampler's does
+    here: its own is drawn from torch's global generator, which a resumed run can't put back into the epoch's start."""
+
+    def __init__(self, sampler: LengthGroupedSampler, seed: int):
+        super().__init__(sampler.batch_size, lengths=sampler.lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
 
 
 def lengths_of(inputs: dict[str, Any]) -> list[int]:

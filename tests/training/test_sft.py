@@ -593,9 +593,11 @@ def grpo(folder, model, data, tuned, **changes):
     return train(words)
 
 
-def test_a_run_that_goes_on_in_its_second_epoch_logs_and_learns_the_same(tmp_path, model, data):
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_run_that_goes_on_in_its_second_epoch_logs_and_learns_the_same(tmp_path, model, data, strategy):
     """Five steps an epoch, four a log: the checkpoint of step 7 lies between two logs."""
     settings = {"training__max_steps": 8, "training__logging_steps": 4, "training__save_steps": 7}
+    settings["training__train_sampling_strategy"] = strategy
     whole = fine_tune(argv(model, data, tmp_path / "whole", **settings))
     shutil.copytree(whole, tmp_path / "cut")
     checkpoint = tmp_path / "cut" / "checkpoint-7"
