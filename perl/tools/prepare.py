@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if not splits:
         raise UserError(f"prepare: no rows in {' '.join(args.source) or task.name}")
     splits = {split: _without_repeats(split, rows, task) for split, rows in splits.items()}
+    if splits.keys() == set(SPLITS):
+        splits["train"] = _without_test(splits["train"], splits["test"], task)
     if "test" not in splits and args.test_rows:
         splits["train"], held_out = _hold_out(splits["train"], args.test_rows, task)
         if held_out:
@@ -150,6 +152,17 @@ def _without_repeats(split: str, rows: list[tuple[Row, Problem]], task: Task) ->
         print(f"{split}: {len(conflicts)} prompts with conflicting golds: all their {lost} rows dropped")
         for same in conflicts[:SHOWN]:
             print("  " + ", ".join(f"{problem.source} says {problem.gold}" for _, problem in same))
+    return kept
+
+
+def _without_test(train: list[tuple[Row, Problem]], test: list[tuple[Row, Problem]], task: Task) -> list:
+    """The training rows that are not in test as well: a score would not tell how a model does on new problems."""
+    held_out = {_prompt_key(problem, task) for _, problem in test}
+    kept = [(row, problem) for row, problem in train if _prompt_key(problem, task) not in held_out]
+    if not kept:
+        raise UserError("prepare: all rows of train are in test as well; name other files")
+    if both := len(train) - len(kept):
+        print(f"train: {both} rows that are in test as well dropped")
     return kept
 
 

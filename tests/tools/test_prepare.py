@@ -36,16 +36,16 @@ def dapo_row(question: str, gold: str) -> dict:
 
 
 def test_problems_keep_their_images_and_differ_by_them(tmp_path):
-    files = [noise_png(16, 24, 1), noise_png(16, 24, 2)]
+    files = [noise_png(16, 24, seed) for seed in range(3)]
     paths = []
     for split in ("train", "test"):
         rows = [{"problem": "<image>Find x.", "answer": str(n), "images": [{"bytes": f}]} for n, f in enumerate(files)]
-        table = pyarrow.Table.from_pylist(rows if split == "train" else rows[:1])
+        table = pyarrow.Table.from_pylist(rows[:2] if split == "train" else rows[2:])
         paths.append(str(tmp_path / f"{split}.parquet"))
         pyarrow.parquet.write_table(table, paths[-1])
     assert run("geometry3k", "--local_save_dir", str(tmp_path / "out"), "--source", *paths) == 0
     problems = load_problems(str(tmp_path / "out" / "train.parquet"))
-    assert [problem.images for problem in problems] == [(file,) for file in files]
+    assert [problem.images for problem in problems] == [(file,) for file in files[:2]]
     assert [problem.task for problem in problems] == ["geometry3k"] * 2
 
 
@@ -127,6 +127,19 @@ def test_a_folder_is_read_wherever_the_hub_keeps_its_files(below, tmp_path):
     assert run("gsm8k", "--local_save_dir", str(tmp_path / "out"), "--source", str(tmp_path / "gsm8k")) == 0
     assert [p.gold for p in load_problems(str(tmp_path / "out"), "train")] == ["1", "2"]
     assert [p.gold for p in load_problems(str(tmp_path / "out"), "test")] == ["3"]
+
+
+def test_rows_that_are_in_test_as_well_are_not_trained_on(tmp_path, capsys):
+    train = write(tmp_path / "train.jsonl", [gsm8k_row(number) for number in range(5)])
+    test = write(tmp_path / "test.jsonl", [gsm8k_row(number) for number in (3, 4, 5)])
+    out = ["--local_save_dir", str(tmp_path / "out"), "--source"]
+    assert run("gsm8k", *out, train, test) == 0
+    assert "train: 2 rows that are in test as well dropped" in capsys.readouterr().out
+    assert [problem.gold for problem in load_problems(str(tmp_path / "out" / "train.parquet"))] == ["0", "1", "2"]
+    assert len(load_problems(str(tmp_path / "out" / "test.parquet"))) == 3
+    other = write(tmp_path / "train_3.jsonl", [gsm8k_row(3)])
+    with pytest.raises(UserError, match="all rows of train are in test as well"):
+        run("gsm8k", *out, other, test)
 
 
 def test_of_fewer_than_ten_rows_none_is_held_out(tmp_path, capsys):
