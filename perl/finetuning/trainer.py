@@ -73,8 +73,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         check_positions(prepared, self._shape, args.max_length)
         return prepared
 
-    def _get_train_sampler(self, *args: Any) -> Any:
-        sampler = super()._get_train_sampler(*args)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
         return ByLength(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
