@@ -86,8 +86,6 @@ def load_problems(
     reasons: Counter[tuple[str, str, str]] = Counter()
     rows = rows_of(spec, split, task)
     problems = _problems(rows, reasons, graded, _Kept(spec).of if columns else lambda row: {})
-    if (known := HUBS.get(spec.partition(":")[0])) and known[1].repeats:
-        problems = _without_repeats(problems, spec)
     result = list(itertools.islice(problems, limit))
     for (file, name, why), count in reasons.items():
         place = spec if Path(spec).name == file else f"{spec} ({file})"
@@ -124,6 +122,7 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
         return
     name, hub = _hub_of(spec)
     rows = hub_rows(hub, split or hub.eval_split)
+    rows = _without_repeats(rows, spec) if hub.repeats else rows
     yield from ((row, where, task or name) for row, where in rows)
 
 
@@ -301,14 +300,15 @@ def _path_of(spec: str) -> Path | None:
     return path if looks_like_path or os.path.exists(path) else None  # Path.exists raises for a name that is too long
 
 
-def _without_repeats(problems: Iterator[Problem], spec: str) -> Iterator[Problem]:
+def _without_repeats(rows: Iterator[tuple[Row, str]], spec: str) -> Iterator[tuple[Row, str]]:
     seen: set[tuple[str, str]] = set()
     dropped = 0
-    for problem in problems:
-        key = (problem.question or str(problem.messages), problem.gold)
+    for row, where in rows:
+        fields = read_fields(row, where)
+        key = (fields.question or str(fields.messages), str(fields.gold))
         if key in seen:
             dropped += 1
             continue
         seen.add(key)
-        yield problem
+        yield row, where
     logger.info("%s: %d exact repeats dropped", spec, dropped)

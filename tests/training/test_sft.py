@@ -26,6 +26,7 @@ from perl.prompts import ChatTemplate, encode
 from perl.reports.page import write_report
 from perl.runs.callbacks import MetricsWriter
 from perl.runs.setup import build_dataset
+from perl.tasks import load_problems
 from perl.tasks.trained import read_trained
 from perl.training.grpo import train
 from tests.folders import metrics
@@ -244,6 +245,13 @@ TALK = [
     {"role": "user", "content": "so"},
     {"role": "assistant", "content": "#### 3"},
 ]
+
+
+def test_the_repeats_of_a_data_set_on_the_hub_are_read_once(monkeypatch):
+    name = "BytedTsinghua-SIA/DAPO-Math-17k"
+    one = [{"prompt": f"Find {i}.", "solution": str(i), "data_source": "math_dapo"} for i in range(3)]
+    monkeypatch.setattr("perl.tasks.hub_rows", lambda *_: ((dict(row), f"x:{n}") for n, row in enumerate(one * 4)))
+    assert len(read(name, "train", None, None, None)) == len(load_problems(name, "train")) == 3
 
 
 def test_all_turns_of_messages_are_learned_or_the_assistants_alone():
