@@ -56,8 +56,8 @@ SETTINGS, STAGES = "real.json", "stages.jsonl"
 """In the folder: what run it is, and which of its stages have ended."""
 TRAININGS = {"sft": "perl.sft", "grpo": "perl.train"}
 LOCKS = {LOCK, STAGE_LOCK}
-MAY_CHANGE = {"dtype", "sandbox"}
-"""Settings that make no other run: what was measured, and how a tool is isolated at the least."""
+MEASURED = {"dtype"}
+"""Settings that make no other run."""
 TOKENS, GAIN = 256, 1.25
 """Rows of the product that is measured, and how much faster bfloat16 has to be: autocast casts weights too."""
 MOST_PROCESSES = 4
@@ -327,7 +327,7 @@ def is_of_this_run(folder: Path, settings: Run) -> bool:
     something else."""
     if (folder / SETTINGS).is_file():
         there = read_json(folder / SETTINGS, "--output_dir", "write another folder")
-        wanted = [(name, value) for name, value in asdict(settings).items() if name not in MAY_CHANGE]
+        wanted = [(name, value) for name, value in asdict(settings).items() if name not in MEASURED]
         if other := [f"{name} {there.get(name)}, not {value}" for name, value in wanted if there.get(name) != value]:
             raise UserError(f"--output_dir {folder}: holds a run with {'; '.join(other)}; write another folder")
         return True

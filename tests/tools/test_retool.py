@@ -155,7 +155,8 @@ def test_another_arm_needs_another_folder(tmp_path):
     assert course.is_of_this_run(tmp_path, settings())
     with pytest.raises(UserError, match="holds a run with arm tool, not text"):
         course.is_of_this_run(tmp_path, settings(arm="text"))
-    assert course.is_of_this_run(tmp_path, replace(settings(), sandbox="namespaces"))
+    with pytest.raises(UserError, match="sandbox limits, not namespaces"):  # whose scores are in folders of their own
+        course.is_of_this_run(tmp_path, replace(settings(), sandbox="namespaces"))
 
 
 def test_a_sandbox_that_can_not_be_had_is_said_before_anything_is_made(tmp_path, monkeypatch):
