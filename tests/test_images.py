@@ -53,6 +53,15 @@ def test_an_image_is_the_same_however_a_row_holds_it(tmp_path):
     assert read_images({"images": []}, "a:1") == read_images({"images": None}, "a:1") == read_images({}, "a:1") == ()
 
 
+def test_an_image_of_a_mode_that_png_has_not_is_read_as_rgb_or_is_one_line():
+    for mode in ("CMYK", "YCbCr"):
+        image = Image.new("RGB", (8, 8), (255, 0, 0)).convert(mode)
+        (file,) = read_images({"images": [image]}, "train:1")
+        assert decoded(file).getpixel((0, 0)) == image.convert("RGB").getpixel((0, 0))
+    with pytest.raises(UserError, match=r"^train:1: image 1: cannot write mode F as PNG; store it as RGB, or as the"):
+        read_images({"image": Image.new("F", (8, 8))}, "train:1")
+
+
 def test_an_image_of_more_pixels_than_pil_opens_is_one_line(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # its own limit is 89 million
     with pytest.raises(UserError, match=r"^a:1: image 1 can't be decoded: Image size"):

@@ -65,7 +65,11 @@ def _file(image: Any, where: str) -> bytes:
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if hasattr(image, "save"):  # PIL's, as `datasets` decodes them
         file = io.BytesIO()
-        image.save(file, format="PNG")  # without loss
+        try:
+            image = image.convert("RGB") if image.mode in ("CMYK", "YCbCr") else image  # of a JPEG, as processors do
+            image.save(file, format="PNG")  # without loss
+        except OSError as error:  # a mode that PNG has not
+            raise UserError(f"{where}: {_plain(error)}; store it as RGB, or as the bytes of its file") from error
         return file.getvalue()
     try:
         content = user_path(image).read_bytes() if isinstance(image, str) else image
