@@ -127,6 +127,8 @@ class Decoder:
         self.generation_kwargs = generation_kwargs or {}
         self.reserved = 0
         """Bytes that are free now but needed by others later, so that the cache must leave them."""
+        self.copied = 0
+        """Bytes of weights that are held besides the model's own, a quantised copy, which is as large everywhere."""
         self.processors: list[LogitsProcessor] = []
         """Further logits processors, called with left-padded ids before a token is drawn."""
         self.cache: KVCache | None = None
@@ -159,7 +161,7 @@ class Decoder:
         if self.model.device.type == "cpu":
             return int(device.total_memory() * SHARE_OF_MEMORY)
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        return int(max(0, device.total_memory() - weights) * CACHE_SHARE)
+        return int(max(0, device.total_memory() - weights - self.copied) * CACHE_SHARE)
 
     def release(self) -> None:
         """Give the cache's memory back, and the graphs that read it."""

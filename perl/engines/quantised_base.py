@@ -57,6 +57,11 @@ class QuantisedBase:
         ):  # before there is noise on norms, of which a resumed run would see another
             self._wide = wide_inputs(model, layers, SCHEMES[quantization])
 
+    @property
+    def nbytes(self) -> int:
+        """Of the copy; 0 before it is made."""
+        return 0 if self.layers is None else self.layers.nbytes
+
     @contextlib.contextmanager
     def applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """Inside, the base computes by `quantization`, in the dtype of the hidden states, and the adapter's updates in

@@ -195,6 +195,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         """As `_applied`, for a rollout: what became of merge and noise stands in the metrics then."""
         with self._applied(dtype, quantised=True):
             self.merging = self.merge.merging
+            self.decoder.copied = self.quantised.nbytes if self.quantised else 0
             yield
         if self.quantised is None and self.merge.rounding_error is not None:
             self._metrics["rollout/merge_rounding_error"] = self.merge.rounding_error

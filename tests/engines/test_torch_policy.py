@@ -278,6 +278,15 @@ def test_a_cache_of_pieces_has_its_share_of_the_whole_memory(monkeypatch):
     engine.decoder.model = SimpleNamespace(device=torch.device("meta"), parameters=engine.model.parameters)
     monkeypatch.setattr(device, "total_memory", lambda: weights + 1000)
     assert engine.decoder.room() == 500
+    engine.decoder.copied = 600
+    assert engine.decoder.room() == 200
+
+
+def test_the_quantised_copy_is_counted_where_pieces_are_drawn():
+    engine = make_engine(rollout={"piece_size": 3, "quantization": "int8"})
+    drawn(engine)
+    assert engine.quantised is not None
+    assert engine.decoder.copied == engine.quantised.nbytes > 0
 
 
 def test_a_workers_copy_keeps_no_memory_free_for_an_update(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from perl.adapters.checks import check_stored
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
-from perl.config.derived import drawn_at_once, rows_stand
+from perl.config.derived import drawn_at_once, draws_alike, rows_stand
 from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
@@ -211,6 +211,7 @@ def job_of(
         engine=rollout.engine,
         workers=rollout.workers,
         piece=drawn_at_once(int(training.num_generations or 1), int(training.generation_batch_size or 1), rollout),
+        alike=draws_alike(rollout),
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
         greedy=ALGORITHMS[config.algorithm.name].greedy,

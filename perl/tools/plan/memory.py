@@ -141,7 +141,9 @@ class Job:
     workers: int = 0
     """That sample in the processes' place."""
     piece: int = 0
-    """Completions that a worker samples at once."""
+    """Completions that a worker samples at once, or with `alike` a process."""
+    alike: bool = False
+    """Pieces are drawn alike wherever they are (perl.config.derived.draws_alike): each by itself."""
     reference: bool = False
     """A reference model is held besides (beta > 0, without an adapter that could be switched off)."""
     loaded: str | None = None
@@ -223,15 +225,18 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
     if job.engine == "vllm" and not job.workers:  # its own weights and cache, of all there is
         table.append(Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both"))
     elif job.engine is not None and not job.workers:
-        free = capacity - peak(table, "rollout")
-        if not job.parallel.startswith(
-            "zero"
-        ):  # perl's cache leaves room for gradients too, which DeepSpeed has by then
+        drawn, free = job, capacity - peak(table, "rollout")
+        if job.alike:
+            piece = min(job.piece, job.rows + (job.prompts if job.greedy else 0))
+            drawn = dataclasses.replace(job, micro_batch=piece, steps_per_generation=1, greedy=False)
+            free = pieces_room(shape, job, capacity)
+        elif not job.parallel.startswith("zero"):  # perl's leaves room for gradients too, which DeepSpeed has by then
             free -= sum(item.bytes for item in table if item.name == "gradients")
-        table += _rollout(shape, job, device, free)
+        table += _rollout(shape, drawn, device, free)
         left = capacity - sum(item.bytes for item in table if item.phase != "update" and not item.moment)
         if job.engine == "fast" and not device.cpu and left >= KEPT_SHARE * capacity:
-            table.append(Item("KV cache, kept", kv_cache(shape, job, device, free), "update"))
+            cache = next(item.bytes for item in table if item.name == "KV cache")
+            table.append(Item("KV cache, kept", cache, "update"))
     elif job.scores_quantised and job.quantization != "none":
         table += quantised_copy(shape, job, device)
     return [item for item in [*table, *update(shape, job, device)] if item.bytes]
@@ -249,10 +254,19 @@ def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
     ]
     if job.full and job.compute_bytes < job.weight_bytes:
         table.append(Item("copies of the weights for rollouts", shape.parameters * job.compute_bytes, "both"))
-    own = dataclasses.replace(job, micro_batch=job.piece, steps_per_generation=1, processes=1, parallel="single")
-    # Of the cache, what the device has decides, not what is free (perl.engines.decoder.Decoder.room).
-    room = device.memory - base_bytes(shape, job.weight_bytes, job.loaded)
-    return [item for item in [*table, *_rollout(shape, own, device, room)] if item.bytes]
+    greedy = job.greedy and not job.alike
+    own = dataclasses.replace(
+        job, micro_batch=job.piece, steps_per_generation=1, processes=1, parallel="single", greedy=greedy
+    )
+    free = pieces_room(shape, own, device.memory) if job.alike else device.memory - peak(table, "rollout")
+    return [item for item in [*table, *_rollout(shape, own, device, free)] if item.bytes]
+
+
+def pieces_room(shape: Shape, job: Job, capacity: int) -> int:
+    """What pieces' cache has its share of, less a quantised copy: a whole device less the model's parameters, whatever
+    is free (perl.engines.decoder.Decoder.room)."""
+    adapter = 0 if job.full else shape.adapter * job.trained_bytes
+    return capacity - base_bytes(shape, job.sampled_bytes, job.loaded) - adapter
 
 
 def _runtime(device: Device, job: Job) -> Item:
