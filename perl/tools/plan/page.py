@@ -53,12 +53,12 @@ class Plan:
         return [self.device.memory] if self.device.cpu else sorted({*SIZES, self.device.memory})
 
     def by_parallel(self) -> Iterator[tuple[Parallel, Job]]:
-        """The job under each way to share the work that so many processes have, and a base in fewer bits can be had
-        with."""
+        """The job as it is, and under each other way to share the work that so many processes have, and a base in fewer
+        bits can be had with."""
         for parallel in get_args(Parallel):
-            if parallel != self.job.parallel and self.job.loaded and parallel in STRATEGIES:
-                continue
-            if (parallel == "single") == (self.job.processes == 1):
+            split = self.job.loaded and parallel in STRATEGIES
+            possible = (parallel == "single") == (self.job.processes == 1) and not split
+            if parallel == self.job.parallel or possible:
                 yield parallel, dataclasses.replace(self.job, parallel=parallel)
 
     def by_quantisation(self) -> Iterator[tuple[str, Job]]:

@@ -6,7 +6,7 @@ import pytest
 
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.memory import GB, Job, Shape, with_batch
-from perl.tools.plan.page import USABLE, Plan
+from perl.tools.plan.page import USABLE, Plan, as_text
 
 SHAPE = Shape(  # Qwen2.5-7B with LoRA r 16 on all linears
     parameters=7_615_616_512,
@@ -68,6 +68,12 @@ def test_checkpointing_is_proposed_where_nothing_else_fits():
     found = stored.proposal()
     assert found is not None
     assert found[1]["training.gradient_checkpointing"] is True
+
+
+def test_one_process_under_deepspeed_is_compared_too():
+    alone = plan(replace(JOB, processes=1), 64)
+    assert [parallel for parallel, _ in alone.by_parallel()] == ["single", "zero2"]
+    assert "zero2 (this)" in as_text(alone)
 
 
 def test_nothing_is_proposed_where_the_weights_alone_are_too_much():
