@@ -29,6 +29,7 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "generation_batch_size gradient_accumulation_steps max_completion_length num_iterations"
         " per_device_eval_batch_size per_device_train_batch_size save_total_limit steps_per_generation",
     ),
+    ("above 0, to 1", lambda n: 0 < n <= 1, "vllm_gpu_memory_utilization"),
     ("from 0 to 1", lambda n: 0 <= n <= 1, "top_entropy_quantile"),
     ("from 0, below 1", lambda n: 0 <= n < 1, "adam_beta1 adam_beta2"),
     (f"from 0 to {2**32 - 1}", lambda n: 0 <= n < 2**32, "seed data_seed"),

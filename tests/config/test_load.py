@@ -232,6 +232,12 @@ def test_betas_that_adam_cannot_have_are_told_before_anything_is_loaded(flag, va
     assert message(f"--config.training.{flag}", value) == said
 
 
+@pytest.mark.parametrize("value", ["0.0", "1.7"])
+def test_a_share_for_vllm_is_of_one_device(value):
+    flag = "--config.training.vllm_gpu_memory_utilization"
+    assert message(flag, value) == f"{flag} {value}: write a number above 0, to 1"
+
+
 def test_wrong_type_names_flag_and_value():
     said = message("--config.training.learning_rate", "fast")
     assert "--config.training.learning_rate" in said

@@ -206,9 +206,17 @@ def _advice(plan: Plan) -> list[str]:
     least = plan.least_share(plan.job, plan.device.memory)
     if least > plan.job.vllm_share and proposal is None:
         weights = f"its weights, {_gb(vllm_weights(plan.shape, plan.job))} GB, and a completion"
+        cures = ["a base in fewer bits"]
+        roomy = dataclasses.replace(plan, job=plan.with_room(plan.job, plan.device.memory))
+        if roomy.proposal() is not None:
+            cures.insert(0, f"--config.training.vllm_gpu_memory_utilization {least}")
+        else:  # the rest of the device does not hold the training
+            over = "several devices, --config.training.vllm_tensor_parallel_size"
+            apart = [f"vLLM's weights split over {over}", "devices of its own for it, --config.rollout.workers"]
+            cures += ["larger devices"] if plan.job.workers else apart
         return _wrapped(
             f"vLLM does not start on {where} with a share of {plan.job.vllm_share}, which does not hold {weights}:"
-            f" --config.training.vllm_gpu_memory_utilization {least}, or a base in fewer bits"
+            f" {'; '.join(cures[:-1])}; or {cures[-1]}"
         )
     if proposal is None:
         cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"

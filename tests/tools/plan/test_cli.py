@@ -270,7 +270,7 @@ def test_which_devices_a_quantised_base_is_enough_for(plan):
     text = " ".join(plan(*flags[:-1], *small).split())
     assert "vLLM's share of 8.0 GB is less than its weights, 14.2 GB" in text
     assert "vLLM does not start on h100, 80 GB with a share of 0.1" in text
-    assert "--config.training.vllm_gpu_memory_utilization 0.18, or a base in fewer bits" in text
+    assert "--config.training.vllm_gpu_memory_utilization 0.18; or a base in fewer bits" in text
 
 
 def test_the_figures_of_the_readme(plan, tmp_path):

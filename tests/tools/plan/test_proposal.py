@@ -70,6 +70,22 @@ def test_checkpointing_is_proposed_where_nothing_else_fits():
     assert found[1]["training.gradient_checkpointing"] is True
 
 
+@pytest.mark.parametrize(
+    ("size", "cure"),
+    [
+        (64, "--config.training.vllm_gpu_memory_utilization 0.23; or a base in fewer bits"),
+        (
+            16,
+            "a base in fewer bits; vLLM's weights split over several devices, --config.training.vllm_tensor_parallel_",
+        ),
+    ],
+)
+def test_a_share_for_vllm_is_advised_where_the_training_fits_beside_it(size, cure):
+    """14.2 GB of weights: of 16 GB they leave the training too little."""
+    job = replace(JOB, engine="vllm", vllm_share=0.05)
+    assert cure in " ".join(as_text(plan(job, size)).split())
+
+
 def test_one_process_under_deepspeed_is_compared_too():
     alone = plan(replace(JOB, processes=1), 64)
     assert [parallel for parallel, _ in alone.by_parallel()] == ["single", "zero2"]
