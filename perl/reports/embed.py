@@ -154,8 +154,9 @@ def shortened(text: str, limit: int) -> str:
 
 
 def shared_ends(scored: ScoredSet) -> tuple[int, int]:
-    """How many characters at the beginning and at the end are the same in all prompts: template and examples, with
-    the question between them. Cut at the end of a line or of a special token, so that no word is torn."""
+    """How many characters, as JavaScript counts them (UTF-16), at the beginning and at the end are the same in all
+    prompts: template and examples, with the question between them. Cut at the end of a line or of a special token, so
+    that no word is torn."""
     prompts = list(dict.fromkeys(record["prompt"] for record in scored.records))
     if len(prompts) < 2:
         return 0, 0
@@ -163,4 +164,8 @@ def shared_ends(scored: ScoredSet) -> tuple[int, int]:
     head = head[: max(head.rfind("\n"), head.rfind(">")) + 1]
     tail = common_start([prompt[len(head) :][::-1] for prompt in prompts])[::-1]
     starts = [place for mark in ("\n", "<") if (place := tail.find(mark)) >= 0]
-    return len(head), len(tail) - min(starts) if starts else 0
+    return utf16_units(head), utf16_units(tail[min(starts) :]) if starts else 0
+
+
+def utf16_units(text: str) -> int:
+    return len(text.encode("utf-16-le", errors="surrogatepass")) // 2

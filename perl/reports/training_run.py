@@ -186,8 +186,11 @@ def facts(run: TrainingRun) -> dict[str, str]:
 
 
 def time_in_steps(seconds: Sequence[tuple[int, float]]) -> float:
-    """Seconds in all steps, from (step, mean seconds of the steps since the row before)."""
-    total, before = 0.0, 0
+    """Seconds in all steps, from (step, mean seconds of the steps since the row before). The first row is of as many
+    steps as the next one, where it can be: a run that went on in another folder has not logged those before."""
+    first = seconds[0][0]
+    spacing = seconds[1][0] - first if len(seconds) > 1 else first
+    total, before = 0.0, max(first - spacing, 0)
     for step, value in seconds:
         total += (step - before) * value
         before = step

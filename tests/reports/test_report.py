@@ -57,6 +57,10 @@ def test_what_is_the_same_in_all_prompts(tmp_path):
     (scored,) = read_runs(tmp_path)[0].scored
     head, tail = embed.shared_ends(scored)
     assert prompts[0][head : len(prompts[0]) - tail] == "Is 1 + 2 even?"
+    emoji = [f"<|user|>🤖🧮\n{question}\nSay 🙂.<|end|>" for question in ("Is 1 🍎 even?", "Is 2 🍎 even?")]
+    write_results(tmp_path / "u" / "d", [record(f"{i}-0", prompt=prompt) for i, prompt in enumerate(emoji)])
+    head, tail = embed.shared_ends(read_runs(tmp_path / "u")[0].scored[0])
+    assert emoji[0].encode("utf-16-le")[2 * head : -2 * tail].decode("utf-16-le") == "Is 1 🍎 even?"  # as JavaScript
     write_results(tmp_path / "e" / "one", [record("0-0")])
     assert embed.shared_ends(read_runs(tmp_path / "e")[0].scored[0]) == (0, 0)
 
