@@ -109,16 +109,19 @@ class RankStep:
     hbm_utilization: float
 
 
-def step_metrics(ranks: Sequence[RankStep], peak_flops: float | None, has_memory: bool) -> dict[str, float]:
+def step_metrics(
+    ranks: Sequence[RankStep], peak_flops: float | None, has_memory: bool, workers: int = 0
+) -> dict[str, float]:
     """The metrics of one optimizer step of all processes.
 
     Seconds and memory are those of the slowest and of the fullest process, tokens and FLOPs are sums. What is not
-    known has no entry: perf/mfu without `peak_flops` (of one device) or countable FLOPs, memory on a CPU.
+    known has no entry: perf/mfu without `peak_flops` (of one device) or countable FLOPs, memory on a CPU. Each of the
+    `workers` that sample has a device of its own.
     """
     seconds = max(rank.step for rank in ranks)
     metrics = {f"timing/{phase}": max(getattr(rank, phase) for rank in ranks) for phase in PHASES}
     metrics["timing/step"] = seconds
-    metrics["perf/throughput"] = sum(rank.tokens for rank in ranks) / seconds / len(ranks)
+    metrics["perf/throughput"] = sum(rank.tokens for rank in ranks) / seconds / (len(ranks) + workers)
     flops = sum(rank.flops for rank in ranks)
     if peak_flops and flops:
         metrics["perf/mfu"] = flops / seconds / (peak_flops * len(ranks))
@@ -144,6 +147,7 @@ class StepClock(TrainerCallback):
         size: None leaves FLOPs uncounted.
         gather: from a tensor (1, 10) of this process to (processes, 10).
         report: takes the metrics of a step, on every process.
+        workers: rollout.workers.
         now: seconds; read after `synchronize`, so that kernels still running are charged to the phase they belong to.
     """
 
@@ -152,10 +156,11 @@ class StepClock(TrainerCallback):
         size: ModelSize | None,
         gather: Callable[[torch.Tensor], torch.Tensor],
         report: Callable[[dict[str, float]], None],
+        workers: int = 0,
         now: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] = device.synchronize,
     ):
-        self.size, self.gather, self.report = size, gather, report
+        self.size, self.gather, self.report, self.workers = size, gather, report, workers
         self.now, self.synchronize = now, synchronize
         self.peak_flops = device.peak_flops()
         self.failed_in: str | None = None
@@ -235,4 +240,5 @@ class StepClock(TrainerCallback):
         )
         # float32: HCCL takes no float64. Tokens are exact up to 2^24 a process and step.
         rows: Any = self.gather(torch.tensor([measured], dtype=torch.float32, device=args.device)).tolist()
-        self.report(step_metrics([RankStep(*row) for row in rows], self.peak_flops, memory is not None))
+        steps = [RankStep(*row) for row in rows]
+        self.report(step_metrics(steps, self.peak_flops, memory is not None, self.workers))

@@ -102,7 +102,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.start_adapter(peft, write_card, config.common.on_nonfinite)
         self.policy, noise = Policy(self, refers), config.noise_injection
         self.noise = NoiseInjector.of(self.policy.bare, noise) if noise.enabled else None
-        self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
+        gather, workers = self.accelerator.gather, config.rollout.workers
+        self.clock = StepClock(model_size(self.model), gather, self._log_step, workers)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation, self.conversations = validation, conversations
         self.template = (

@@ -209,9 +209,10 @@ def step_of(clock, hands, *work, extra=0.0):
     clock.on_step_end(args, TrainerState(), None)
 
 
-def make_clock(size=None):
+def make_clock(size=None, workers=0):
     hands, found = Hands(), []
-    return StepClock(size, lambda t: t, found.append, hands.now, hands.synchronize), hands, found
+    clock = StepClock(size, lambda t: t, found.append, workers, hands.now, hands.synchronize)
+    return clock, hands, found
 
 
 def test_seconds_go_to_the_innermost_phase_and_are_summed_over_micro_batches():
@@ -233,8 +234,10 @@ def test_memory_is_in_2_to_the_30_bytes_as_verls(monkeypatch):
     assert (found[0]["perf/max_memory_allocated_gb"], found[0]["perf/hbm_utilization"]) == (3.0, 0.5)
 
 
-def test_tokens_are_those_that_are_trained_on():
-    clock, hands, found = make_clock(TINY)
+@pytest.mark.parametrize(("workers", "a_device"), [(0, 15.0), (2, 5.0)])
+def test_tokens_are_those_that_are_trained_on(workers, a_device):
+    """30 in 2 s, over the device that trains and the workers'."""
+    clock, hands, found = make_clock(TINY, workers)
     clock.count_trained(50)  # of no step
     args = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none")
     clock.on_step_begin(args, TrainerState(), None)
@@ -242,7 +245,7 @@ def test_tokens_are_those_that_are_trained_on():
     clock.count_trained(30)
     hands.time += 2.0
     clock.on_step_end(args, TrainerState(), None)
-    assert found[0]["perf/throughput"] == 15.0
+    assert found[0]["perf/throughput"] == a_device
 
 
 def test_the_phase_that_failed_is_the_innermost():
