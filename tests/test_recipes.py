@@ -128,7 +128,7 @@ def test_each_recipe_of_a_guide_is_known():
 @pytest.mark.parametrize("name", GUIDES)
 def test_batches_are_verls(name):
     parsed = parse(["--recipe", f"recipes/{name}.yaml"])
-    without_sampling = ["the recipe's algorithm.dynamic_sampling False goes before algorithm dapo, which sets True"]
+    without_sampling = ["the recipe's algorithm.dynamic_sampling False overrides algorithm dapo, which sets True"]
     assert parsed.warnings == (without_sampling if name == "dapo_math_qwen3_8b" else [])
     training = parsed.values.training
     rows = DEVICES.get(name, 8) * training.per_device_train_batch_size

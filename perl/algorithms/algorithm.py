@@ -92,7 +92,7 @@ class Algorithm:
     """Its source, such as "arXiv 2402.03300"."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What it sets of the configuration, by the names of flags without --config; a recipe or a flag that says
-    otherwise goes before it."""
+    otherwise overrides it."""
     advantages: Advantages | None = None
     """How rewards become advantages; None: perl.algorithms.grpo.group_relative, by training.scale_rewards."""
     uses: frozenset[str] = frozenset()

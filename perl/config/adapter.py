@@ -75,7 +75,7 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     if not other:
         return []
     taken = ", ".join(f"{name} {trained[name]}" for name in other)
-    return [f"{FLAG}: the adapter's own {taken} go before the recipe's"]
+    return [f"{FLAG}: the adapter's own {taken} override the recipe's"]
 
 
 def _type(adapter: dict[str, Any], wanted: str) -> str:

@@ -54,7 +54,7 @@ SAY_ONE_THING = (
     ("training.max_steps", "training.num_train_epochs"),
     (CORRECTION, *TRLS_CORRECTION),
 )
-"""What a recipe says by one of these names goes before what its base says by another."""
+"""What a recipe says by one of these names overrides what its base says by another."""
 NOT_TAKEN: tuple[str | int, ...] = (
     "transformers_continuous_batching_config",
     "use_transformers_continuous_batching",
@@ -290,7 +290,7 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
 
 def resolve_correction(values: Namespace, flags: Namespace, recipe: Namespace) -> None:
     """Have `rollout.importance_correction` say what TRL's two fields, which are of engine vllm, say of it, and these
-    what it says. A flag goes before the recipe whichever of them it uses."""
+    what it says. A flag overrides the recipe whichever of them it uses."""
     chosen = "auto"
     for source in (recipe, flags):
         ours = source.get(CORRECTION, "auto")
@@ -326,12 +326,12 @@ def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) ->
         values[field] = chosen
         if chosen != value:
             who = "--config." if field in flags else "the recipe's "
-            lines.append(f"{who}{field} {chosen} goes before algorithm {name}, which sets {value}")
+            lines.append(f"{who}{field} {chosen} overrides algorithm {name}, which sets {value}")
     return lines
 
 
 def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace, aliases: Sequence[tuple[str, str]]) -> None:
-    """Give both names of one thing the same value. A flag goes before the recipe whichever name each uses; two
+    """Give both names of one thing the same value. A flag overrides the recipe whichever name each uses; two
     different values in one of them are an error."""
     for ours, trls in aliases:
         value = values[ours]
@@ -350,7 +350,7 @@ def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace, alia
 def resolve_length(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
     """Whether epochs or steps end the training, where a user has said both, and a line for what is left out.
 
-    A flag goes before the recipe, as everywhere: num_train_epochs as a flag before the recipe's max_steps, which
+    A flag overrides the recipe, as everywhere: num_train_epochs as a flag before the recipe's max_steps, which
     transformers would take. Said in the same place, max_steps decides, as in transformers (of two flags
     perl/config/unused_flags.py tells)."""
     steps, epochs = values.training.max_steps, values.training.num_train_epochs

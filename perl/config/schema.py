@@ -110,7 +110,7 @@ class AlgorithmConfig:
     Args:
         name: grpo, dapo, dr_grpo, gspo, luspo, cispo, sapo, vespo, gdpo, grpo_passk, rloo, remax, opo,
             gpg, reinforce_plus_plus, reinforce_plus_plus_baseline or ppo (docs/algorithms.md). It sets what its paper
-            says of other fields; a recipe or a flag that says otherwise goes before it, with a line.
+            says of other fields; a recipe or a flag that says otherwise overrides it, with a line.
         dynamic_sampling: replace groups of equal rewards by those of further prompts, until the batch is full.
         dynamic_sampling_metric: what must differ within a group: a name of reward.functions, or sum, their weighted
             sum; null is accuracy where that is one of them, else sum.

@@ -66,7 +66,7 @@ class DrawingVLLM(RunningVLLM):
         self.weights = Weights(version=-1)
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
-        """The user's go before the run's, but for seeds, and for lengths where those are smaller."""
+        """The user's override the run's, but for seeds, and for lengths where those are smaller."""
         fields, further = super()._fields(prompt), self.further
         ends = set() if further.get("ignore_eos") else self.eos_token_ids
         return {

@@ -1,4 +1,4 @@
-"""What --config.algorithm.name sets, and what goes before it."""
+"""What --config.algorithm.name sets, and what overrides it."""
 
 import re
 
@@ -27,8 +27,8 @@ def test_recipe_and_flags_go_before_the_algorithm_and_are_told(tmp_path):
     assert (training.loss_type, training.epsilon, training.epsilon_high) == ("bnpo", 0.1, 4e-4)
     assert training.importance_sampling_level == "sequence"
     assert parsed.warnings == [
-        "--config.training.loss_type bnpo goes before algorithm gspo, which sets grpo",
-        "the recipe's training.epsilon 0.1 goes before algorithm gspo, which sets 0.0003",
+        "--config.training.loss_type bnpo overrides algorithm gspo, which sets grpo",
+        "the recipe's training.epsilon 0.1 overrides algorithm gspo, which sets 0.0003",
     ]
 
 

@@ -148,7 +148,9 @@ def test_what_an_environment_alone_has_scored_shows_its_sample_before(tmp_path, 
     page = visit(file)
     page.click("[name=change][value=better]")
     page.click("[name=verdict][value=correct]")
-    assert page.run("return document.querySelector('#sample .before').previousSibling.textContent") == "✗ Before: base #0"
+    assert (
+        page.run("return document.querySelector('#sample .before').previousSibling.textContent") == "✗ Before: base #0"
+    )
     assert page.console() == []
 
 

@@ -546,7 +546,7 @@ def test_dapo_samples_dynamically_unless_told_otherwise():
     assert parse([]).values.algorithm.dynamic_sampling is False
     parsed = parse(["--config.algorithm.name", "dapo", "--config.algorithm.dynamic_sampling", "false"])
     assert parsed.values.algorithm.dynamic_sampling is False
-    assert parsed.warnings == ["--config.algorithm.dynamic_sampling False goes before algorithm dapo, which sets True"]
+    assert parsed.warnings == ["--config.algorithm.dynamic_sampling False overrides algorithm dapo, which sets True"]
 
 
 @pytest.mark.parametrize(

@@ -571,7 +571,7 @@ def test_an_adapter_that_is_trained_further_brings_its_own_shape(tuned, tmp_path
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("peft: {r: 8, lora_alpha: 32}\n")
     warnings = parse(["--recipe", str(recipe), "--config.peft.adapter", adapter]).warnings
-    assert warnings == ["--config.peft.adapter: the adapter's own r 4 go before the recipe's"]
+    assert warnings == ["--config.peft.adapter: the adapter's own r 4 override the recipe's"]
     merged = parse(["--config.peft.adapter", adapter, "--config.peft.adapter_mode", "merge", "--config.peft.r", "8"])
     assert merged.values.peft.r == 8
     assert parse(["--config.peft.adapter_mode", "merge"]).warnings == [

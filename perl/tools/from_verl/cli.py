@@ -36,14 +36,14 @@ GROUPS = ("common", "model", "dataset", "algorithm", "critic", "peft", "rollout"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", nargs="*", help="a script (.sh) or a configuration (.yaml) of verl; or, after --, KEY=VALUE …, which"
-        " go before what the file says"
+        " override what the file says"
     )  # fmt: skip
     parser.add_argument(
         "--output", default=None, help="recipe to write (from_verl.yaml, or the file's name + _perl.yaml)"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script, as DEVICE=npu, or"
-        " an argument, as 1=8; goes before the environment's, and stands in for what only a run would show; repeatable"
+        " an argument, as 1=8; overrides the environment's, and stands in for what only a run would show; repeatable"
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the lists as one line of JSON")
     parser.add_argument("--run", action="store_true", help="start the training")

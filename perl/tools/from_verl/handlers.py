@@ -58,7 +58,7 @@ def group_size(value: Any, verl: Verl) -> Outcome:
 
 def whole_micro_batch(value: Any, verl: Verl) -> Outcome:
     if verl[arithmetic.MICRO] is not None:
-        return NoEffect("ppo_micro_batch_size_per_gpu goes before it")
+        return NoEffect("ppo_micro_batch_size_per_gpu overrides it")
     if value is None:
         return NoEffect("null leaves it to ppo_micro_batch_size_per_gpu")
     return batch_field("training.per_device_train_batch_size", arithmetic.MICRO)(value, verl)
@@ -179,7 +179,7 @@ def clip_ratio(value: Any, verl: Verl) -> Outcome:
     if None in (verl[f"{ACTOR}.clip_ratio_low"], verl[f"{ACTOR}.clip_ratio_high"]):
         cispo = NoEffect("clip_ratio_low and clip_ratio_high have it")
         return cispo if is_cispo(verl) else Translated({"training.epsilon": number(value)})
-    return NoEffect("in verl too: clip_ratio_low and clip_ratio_high, 0.2 by default, go before it")
+    return NoEffect("in verl too: clip_ratio_low and clip_ratio_high, 0.2 by default, override it")
 
 
 def clip_end(field: str, sign: int) -> Handler:
@@ -248,7 +248,7 @@ def critic_model(value: Any, verl: Verl) -> Outcome:
 def schedule(value: Any, verl: Verl) -> Outcome:
     """lr_scheduler_type, its warm-up and its lowest rate, which TRL has in three fields."""
     optim = f"{ACTOR}.optim"
-    kind = verl[f"{optim}.warmup_style"]  # in verl too it goes before the name that has taken its place
+    kind = verl[f"{optim}.warmup_style"]  # in verl too it overrides the name that has taken its place
     kind = kind or verl.first(f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style") or "constant"
     steps, ratio, lowest = (verl[f"{optim}.{k}"] for k in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"))
     if kind not in ("constant", "cosine"):
@@ -357,7 +357,7 @@ def full_parameters(value: Any, verl: Verl) -> Outcome:
     if value and not isinstance(value, bool) and isinstance(value, int):
         return Translated({"peft.type": "lora", "peft.r": value})
     if verl.is_lora:
-        return NoEffect(f"model.{'lora_adapter_path' if verl[ADAPTER] else 'lora.rank'} goes before it")
+        return NoEffect(f"model.{'lora_adapter_path' if verl[ADAPTER] else 'lora.rank'} overrides it")
     if verl.is_full:
         return Translated({"peft.type": "none"})
     return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32})

@@ -132,7 +132,7 @@ def read_command(source: str | None, words: Sequence[str], settings: Mapping[str
 
     Args:
         source: path of a script (.sh) or of a configuration (.yaml); None where `words` hold the whole command.
-        words: KEY=VALUE, or a whole command line; with a source they go before what it says.
+        words: KEY=VALUE, or a whole command line; with a source they override what it says.
         settings: variables of the script, before those of the environment.
     """
     if settings and (source is None or Path(source).suffix in (".yaml", ".yml")):
