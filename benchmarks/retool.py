@@ -35,7 +35,7 @@ from perl.base.files import add_row, read_json, read_rows
 from perl.models.folders import load_tokenizer
 from perl.scoring.statistics import seeds_reach
 from perl.tools import course, retool
-from perl.tools.stages import ROOT, StageError
+from perl.tools.stages import ROOT, StageError, signals_held
 
 RESULTS = ROOT / "docs" / "results" / "retool.jsonl"
 ARMS, SEEDS = ("tool", "text"), (1, 2, 3)
@@ -57,12 +57,14 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
 
 def run(words: Sequence[str]) -> None:
     """A whole run of `perl retool`, which says on the screen where it is and ends with this process."""
-    with subprocess.Popen(words, cwd=ROOT) as process:
-        try:
-            code = process.wait()
-        except BaseException:  # a signal, which ends what a run has started too
-            process.terminate()
-            raise
+    with signals_held():
+        process = subprocess.Popen(words, cwd=ROOT)
+    try:
+        code = process.wait()
+    except BaseException:  # a signal, which ends what a run has started too
+        process.terminate()
+        process.wait()
+        raise
     if code:
         raise StageError("perl retool has ended; the same command goes on from there")
 

@@ -21,7 +21,7 @@ All flags of perl's own, as `python -m perl.config.flags` prints them from the c
 lists them together with TRL's (`--config.training.…`, the fields of GRPOConfig; of perl.sft: SFTConfig).
 
 A flag `--config.GROUP.FIELD VALUE` is `GROUP: {FIELD: VALUE}` in a recipe. A flag overrides the recipe, the recipe
-before the default. A list is written as `'["a", "b"]'`.
+the default. A list is written as `'["a", "b"]'`.
 """
 
 

@@ -350,8 +350,8 @@ def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace, alia
 def resolve_length(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
     """Whether epochs or steps end the training, where a user has said both, and a line for what is left out.
 
-    A flag overrides the recipe, as everywhere: num_train_epochs as a flag before the recipe's max_steps, which
-    transformers would take. Said in the same place, max_steps decides, as in transformers (of two flags
+    A flag overrides the recipe, as everywhere: num_train_epochs as a flag the recipe's max_steps, which transformers
+    would take. Said in the same place, max_steps decides, as in transformers (of two flags
     perl/config/unused_flags.py tells)."""
     steps, epochs = values.training.max_steps, values.training.num_train_epochs
     if steps <= 0 or "training.num_train_epochs" not in flags:

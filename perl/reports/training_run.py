@@ -177,7 +177,9 @@ def facts(run: TrainingRun) -> dict[str, str]:
     if truncated := [value for _, value in run.points("completions/clipped_ratio")]:
         shown["truncated, last tenth"] = f"{100 * fmean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
     if seconds := run.points("timing/step"):
-        shown["time in steps"] = clock(time_in_steps(seconds))
+        every = run.setting("training", "logging_steps")
+        counted = isinstance(every, int) and run.setting("training", "logging_strategy") == "steps"
+        shown["time in steps"] = clock(time_in_steps(seconds, every if counted else None))
     if speeds := [value for _, value in run.points("perf/throughput")]:
         shown["tokens/s a device"] = f"{fmean(speeds):,.0f}"
     if memory := [value for _, value in run.points("perf/max_memory_allocated_gb")]:
@@ -185,12 +187,13 @@ def facts(run: TrainingRun) -> dict[str, str]:
     return shown
 
 
-def time_in_steps(seconds: Sequence[tuple[int, float]]) -> float:
-    """Seconds in all steps, from (step, mean seconds of the steps since the row before). The first row is of as many
-    steps as the next one, where it can be: a run that went on in another folder has not logged those before."""
-    first = seconds[0][0]
-    spacing = seconds[1][0] - first if len(seconds) > 1 else first
-    total, before = 0.0, max(first - spacing, 0)
+def time_in_steps(seconds: Sequence[tuple[int, float]], every: int | None) -> float:
+    """Seconds in all steps, from (step, mean seconds of the steps since the row before).
+
+    Args:
+        every: logging_steps, where those are logged: a run that went on in another folder has not logged the first.
+    """
+    total, before = 0.0, 0 if every is None else max(seconds[0][0] - every, 0)
     for step, value in seconds:
         total += (step - before) * value
         before = step

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from perl.base.errors import UserError
 from perl.base.files import SAVING, atomic_write, read_json, typed
 from perl.base.paths import checkpoints_in, step_of_checkpoint
+from perl.base.tracking import WANDB_RUN
 from perl.config.peft_fields import TARGETS
 from perl.models.folders import content_hash
 from perl.scoring.results import BEST, BEST_BEFORE, BEST_FILE, METRICS, VALIDATION
@@ -40,6 +41,8 @@ CRITIC = Path("critic") / "critic.safetensors"
 """Where the critic lies in a checkpoint and in a run's folder, if there is one."""
 RESULTS = ("adapter", "model", CRITIC.parent.name)
 """What a run that has ended leaves; one that goes on writes them again."""
+TRACKERS = (WANDB_RUN, "tensorboard")
+"""Where trackers go on with the run that the folder holds."""
 FLAG = "--config.training.resume_from_checkpoint"
 AUTO = "auto"
 
@@ -92,7 +95,8 @@ def made_by(training: TrainingArguments) -> Made:
     made: Made = {"processes": args.world_size, "rows of an optimizer step": rows * args.gradient_accumulation_steps}
     made["seed"] = args.seed
     if hasattr(args, "packing"):
-        made |= {name: getattr(args, name) for name in ("packing", "packing_strategy", "max_length", "truncation_mode")}
+        made["packing"] = args.packing_strategy if args.packing else False
+        made |= {"max_length": args.max_length} if args.packing else {}
     if hasattr(args, "num_generations"):
         made["completions of a generation batch"] = args.generation_batch_size
         made["num_generations"] = args.num_generations
@@ -272,8 +276,8 @@ def check_made(checkpoint: str | None, config: Any) -> None:
     if len(changed) > 1:
         raise UserError(
             f"{FLAG} {checkpoint}: it was written with {'; '.join(changed)}: the place in the data would be another;"
-            f" start {then['processes']} processes, or change per_device_train_batch_size and"
-            " gradient_accumulation_steps so that the batches are the same"
+            f" start {then['processes']} processes, or have the rest as it was (per_device_train_batch_size and"
+            " gradient_accumulation_steps make the batches)"
         )
     if any(Path(checkpoint).glob("global_step*")):
         raise UserError(
@@ -290,19 +294,28 @@ def check_made(checkpoint: str | None, config: Any) -> None:
 # The best
 
 
-def bests_in(run_dir: Path) -> dict[int, Path]:
-    """BEST, and those before it that are kept, by the step that they are of."""
+def bests_in(run_dir: Path) -> list[tuple[int, Path]]:
+    """BEST, and those before it that are kept, with the step that each is of, in the order of the steps; of one step
+    BEST comes last."""
     folders = [*run_dir.glob(f"{BEST_BEFORE}*"), run_dir / BEST]
-    files = [folder / BEST_FILE for folder in folders if (folder / BEST_FILE).is_file()]
-    return {read_json(f, hint=f"remove {f.parent}", kind=BestStep)["step"]: f.parent for f in files}
+    found = [(step, folder) for folder in folders if (step := _step_of_best(folder)) is not None]
+    return sorted(found, key=lambda best: best[0])
+
+
+def _step_of_best(folder: Path) -> int | None:
+    """None where it holds none."""
+    if not (file := folder / BEST_FILE).is_file():
+        return None
+    return read_json(file, hint=f"remove {folder}", kind=BestStep)["step"]
 
 
 def replace_best(run_dir: Path, made: Path) -> None:
     """`made` becomes BEST; the one before it stays aside where a run would go on from it."""
-    for step, folder in bests_in(run_dir).items():
-        if folder.name == BEST:
-            folder.rename(run_dir / f"{BEST_BEFORE}-{step}")
-    put_in_place(made, run_dir / BEST)
+    best = run_dir / BEST
+    if (step := _step_of_best(best)) not in (None, _step_of_best(made)):
+        _remove(aside := run_dir / f"{BEST_BEFORE}-{step}")
+        best.rename(aside)
+    put_in_place(made, best)
     drop_bests(run_dir)
 
 
@@ -310,10 +323,22 @@ def drop_bests(run_dir: Path) -> None:
     """Remove those before BEST that are not the best up to any checkpoint that is there."""
     bests = bests_in(run_dir)
     last = [step_of_checkpoint(folder) for folder in checkpoints_in(run_dir)]
-    needed = {max((made for made in bests if made <= step), default=-1) for step in last}
-    for made, folder in bests.items():
-        if made not in needed and folder.name != BEST:
-            shutil.rmtree(folder, ignore_errors=True)
+    needed = [folder for step in last for _, folder in [each for each in bests if each[0] <= step][-1:]]
+    for folder in run_dir.glob(f"{BEST_BEFORE}*"):
+        if folder not in needed:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """By way of SAVING, which the next attempt empties: half of one would look whole."""
+    if folder.is_dir():
+        gone = folder.parent / SAVING / folder.name
+        shutil.rmtree(gone, ignore_errors=True)
+        gone.parent.mkdir(exist_ok=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another one is being written
+            gone.parent.rmdir()
 
 
 # Left behind
@@ -339,11 +364,19 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     for folder in (run_dir / VALIDATION).glob("step-*"):
         if (number := folder.name.removeprefix("step-")).isdecimal():
             made_at[folder] = int(number)
-    made_at |= {folder: made for made, folder in bests_in(run_dir).items()}
+    made_at |= {folder: made for made, folder in bests_in(run_dir)}
     made_at |= {folder: math.inf for name in RESULTS if (folder := run_dir / name).is_dir()}
-    last = step if checkpoint is None or _lies_in(run_dir, checkpoint) else -1
-    if last < 0 and (run_dir / METRICS).is_file():
-        cut(run_dir / METRICS, last)
+    last = step
+    if checkpoint is not None and not _is_of(run_dir, checkpoint):
+        if (run_dir / LEFT_BEHIND).resolve() in Path(checkpoint).resolve().parents:
+            raise UserError(
+                f"{FLAG} {checkpoint}: lies in what the run has left behind, where the rest of it would be moved to;"
+                " move it to another folder, or write another --config.training.output_dir"
+            )
+        last = -1
+        made_at |= {place: 0 for name in TRACKERS if (place := run_dir / name).exists()}
+        if (run_dir / METRICS).is_file():
+            cut(run_dir / METRICS, last)
     for folder, made in made_at.items():
         if made > last:
             kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)
@@ -355,15 +388,16 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
             log.info("%s is %s: moved to %s", folder, whose, kept)
     best, before = run_dir / BEST, bests_in(run_dir)
     if before and not best.is_dir():
-        before[max(before)].rename(best)
+        before[-1][1].rename(best)
     drop_bests(run_dir)
     if checkpoint is not None and not best.is_dir():
         _bring_best(Path(checkpoint).resolve().parent, run_dir, step)
 
 
-def _lies_in(run_dir: Path, checkpoint: str) -> bool:
-    folder = Path(checkpoint).parent.resolve()
-    return run_dir.resolve() in (folder, *folder.parents)
+def _is_of(run_dir: Path, checkpoint: str) -> bool:
+    """Whether the run has written it: it lies in its folder, or a link does so or leads there."""
+    named = Path(checkpoint)
+    return run_dir.resolve() in (named.parent.resolve(), named.resolve().parent)
 
 
 def cut(path: Path, step: int) -> None:
@@ -392,8 +426,8 @@ def _stays(row: bytes, step: int) -> bool:
 
 def _bring_best(of: Path, run_dir: Path, step: int) -> None:
     """Copy the best adapter up to `step` from the run that the checkpoint is of, where it has one."""
-    if there := {made: folder for made, folder in bests_in(of).items() if made <= step}:
-        made = run_dir / SAVING / BEST
-        shutil.copytree(folder := there[max(there)], made)
+    if there := [folder for made, folder in bests_in(of) if made <= step]:
+        made, folder = run_dir / SAVING / BEST, there[-1]
+        shutil.copytree(folder, made)
         put_in_place(made, run_dir / BEST)
         log.info("%s: the best so far, copied from %s", run_dir / BEST, folder)

@@ -7,6 +7,7 @@ may need them to be unpickled, comes as bytes.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import pickle
@@ -211,6 +212,7 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     except OSError as error:
         inbox.send(Failed(f"{error.filename or spec.log}: {error.strerror}"))
         sys.exit(1)
+    faulthandler.enable(2)  # the log
     try:
         require_device(spec.device, device.detect().kind)
         if spec.cores is not None:

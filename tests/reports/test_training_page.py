@@ -103,10 +103,11 @@ def test_a_run_in_a_few_numbers():
 
 
 def test_the_time_of_steps_that_were_logged_unevenly():
-    assert time_in_steps([(10, 2.0), (20, 1.0), (25, 4.0)]) == 20 + 10 + 20
-    assert time_in_steps([(1, 2.0), (10, 1.0)]) == 2 + 9
-    assert time_in_steps([(1010, 2.0), (1020, 1.0)]) == 20 + 10  # gone on in another folder
-    assert time_in_steps([(10, 2.0)]) == 20
+    assert time_in_steps([(10, 2.0), (20, 1.0), (25, 4.0)], 10) == 20 + 10 + 20
+    assert time_in_steps([(1, 2.0), (10, 1.0)], 10) == 2 + 9
+    assert time_in_steps([(1010, 2.0), (1020, 1.0)], 10) == 20 + 10  # gone on in another folder
+    assert time_in_steps([(1010, 2.0)], 10) == 20
+    assert time_in_steps([(100, 2.0), (101, 1.0)], None) == 200 + 1  # by epochs
     assert [clock(seconds) for seconds in (59.6, 3599, 36_061)] == ["0:01:00", "0:59:59", "10:01:01"]
 
 

@@ -28,6 +28,7 @@ from perl.runs.checkpoints import (
     leave_behind,
     made_by,
     put_in_place,
+    replace_best,
     rotate,
     torn,
 )
@@ -309,9 +310,11 @@ def test_what_an_epochs_rows_follow_from_in_sft_is_said_where_it_is_another(tmp_
     folder = checkpoint(tmp_path, 9, made_by(training(2, 4, **sft)))
     check_made(str(folder), of_run(2, 4, **sft))
     assert not caplog.messages
+    check_made(str(folder), of_run(2, 4, **sft | {"max_length": 64}))  # rows are cut, and are as many
+    assert not caplog.messages
     check_made(str(folder), of_run(2, 4, **sft | {"packing": True, "max_length": 64}))
     (said,) = caplog.messages
-    assert "packing False, now True; max_length None, now 64: the place in the data is counted in batches" in said
+    assert "packing False, now bfd: the place in the data is counted in batches" in said
 
 
 @pytest.mark.parametrize(("limit", "best", "kept"), [(1, None, "4"), (2, "2", "24"), (1, "2", "24"), (9, None, "1234")])
@@ -342,6 +345,7 @@ def test_a_checkpoint_of_another_run_leaves_all_of_this_one_behind(tmp_path):
     make_best(here / "best", 8)
     (here / "validation" / "step-0").mkdir(parents=True)
     (here / "metrics.jsonl").write_text('{"step": 0}\n{"step": 8}\n')
+    (here / "wandb_run.json").write_text("{}")
     leave_behind(here, str(folder))
     assert (here / "metrics.jsonl").read_text() == ""
     assert step_of_best(here / "best") == 5
@@ -351,7 +355,23 @@ def test_a_checkpoint_of_another_run_leaves_all_of_this_one_behind(tmp_path):
     assert step_of_best(left / "best") == 8
     assert (left / "checkpoint-8").is_dir()
     assert (left / "validation" / "step-0").is_dir()
+    assert not (here / "wandb_run.json").exists()
+    with pytest.raises(UserError, match="lies in what the run has left behind"):
+        leave_behind(here, str(left / "checkpoint-8"))
     assert (left / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 8}\n'
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_link_to_a_checkpoint_of_the_run_is_one_of_the_run(tmp_path, inside):
+    run, away = tmp_path / "run", tmp_path / "away"
+    checkpoint(run, 10)
+    make_best(run / "best", 5)
+    link, folder = (run, away) if inside else (away, run)
+    checkpoint(folder, 20)
+    link.mkdir(exist_ok=True)
+    (link / "checkpoint-20").symlink_to(folder / "checkpoint-20")
+    leave_behind(run, str(link / "checkpoint-20"))
+    assert {path.name for path in run.iterdir()} == {"checkpoint-10", "checkpoint-20", "best"}
 
 
 def make_best(folder, step):
@@ -409,8 +429,18 @@ def test_a_better_adapter_leaves_the_best_up_to_each_checkpoint(tmp_path):
     better(7)
     assert found() == {"best", "_best_before-2", "_best_before-5"}
     shutil.rmtree(tmp_path / "checkpoint-3")
+    (tmp_path / "_best_before-4").mkdir()  # without best.json, as a kill can leave it
     validation.on_save(None, None, None)
     assert found() == {"best", "_best_before-5"}
+
+
+def test_a_better_adapter_of_the_same_step_takes_its_place(tmp_path):
+    """As where step 0 is validated again, on other data."""
+    checkpoint(tmp_path, 3)
+    for step in (0, 0, 5):
+        make_best(tmp_path / "_saving" / "best", step)
+        replace_best(tmp_path, tmp_path / "_saving" / "best")
+    assert (step_of_best(tmp_path / "best"), step_of_best(tmp_path / "_best_before-0")) == (5, 0)
 
 
 def test_the_best_up_to_an_earlier_checkpoint_is_gone_on_from(tmp_path):

@@ -188,7 +188,7 @@ def read_script(
     Args:
         path: the script.
         environment: variables that the script would inherit.
-        settings: variables that override those, and in place of what only a run of the script would show.
+        settings: variables that override those, and stand in for what only a run of the script would show.
 
     Raises:
         UserError: no command or several, no bash, a command that only a run of the script would show, or a setting
