@@ -33,6 +33,8 @@ class CandidateRun:
     """How they were completed this time; None: nothing was."""
     error: str | None = None
     """Why it cannot be scored."""
+    retries: bool = False
+    """All that is pending has failed before."""
 
     @classmethod
     def open(cls, setup: Setup, candidate: Candidate, problem_sets: Sequence[ProblemSet]) -> CandidateRun:
@@ -48,7 +50,8 @@ class CandidateRun:
             elif record["error"] is not None and setup.has_room(sample):
                 failed.append(sample)
         pending = [*missing, *failed]  # what may kill its worker again comes last
-        return cls(candidate, own_sets, stores, pending, [sample for sample in pending if setup.has_room(sample)])
+        runnable = [sample for sample in pending if setup.has_room(sample)]
+        return cls(candidate, own_sets, stores, pending, runnable, retries=not missing)
 
     @property
     def complete(self) -> bool:
@@ -67,8 +70,8 @@ class CandidateRun:
         store = self.stores[problem_set.dataset]
         file = store.folder / SUMMARY
         generation = self.generation
-        if generation is None and file.is_file():  # the speed of the time before stands
-            generation = read_json(file, hint="remove it", kind=Summary)["generation"]
+        if (generation is None or self.retries) and file.is_file():  # the speed of the time before stands
+            generation = read_json(file, hint="remove it", kind=Summary)["generation"] or generation
         summary: Summary = {
             **summarize([store.records[s.key, s.index] for s in problem_set.samples], problem_set.sampling.n),
             "generation": generation,

@@ -140,7 +140,8 @@ def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[dict[str, A
     first = _models(next(iter(pairs.values())))
     found: list[tuple[tuple[str, Any, Any], list[str]]] = []
     for dataset, pair in pairs.items():
-        other, this = map(_conditions, pair)
+        drawn = all(results.summary.get("generation") for results in pair)
+        other, this = (_conditions(results, drawn) for results in pair)
         others = [(name, *models) for name, models in _models(pair).items() if models != first[name]]
         for change in [*differences(other, this), *others, *_prompts(pair)]:
             known = next((datasets for other, datasets in found if other == change), None)
@@ -222,17 +223,20 @@ def _samples_of_each(results: Results) -> int:
     return results.summary.get("n") or max(map(len, results.samples.values()), default=0)
 
 
-def _conditions(results: Results) -> dict[str, Any]:
-    made, generation = results.summary.get("provenance", {}), results.summary.get("generation") or {}
-    return _fields(results, CONDITIONS) | {
-        "dtype": _dtype(results.summary, generation.get("device")),
-        "device": generation.get("device"),
-        "versions": made.get("versions"),
-        "git_commit": made.get("git_commit"),
-    }
+def _conditions(results: Results, drawn: bool) -> dict[str, Any]:
+    """
+    Args:
+        drawn: both tell on what they were drawn.
+    """
+    made = results.summary.get("provenance", {})
+    conditions = _fields(results, CONDITIONS) | {"versions": made.get("versions"), "git_commit": made.get("git_commit")}
+    if drawn:
+        device = results.summary["generation"]["device"]
+        conditions |= {"dtype": _dtype(results.summary, device), "device": device}
+    return conditions
 
 
-def _dtype(summary: Mapping[str, Any], device: str | None) -> str | None:
+def _dtype(summary: Mapping[str, Any], device: str) -> str | None:
     """That was computed in; "auto": what the base is stored in."""
     merge = summary.get("merge") or {}
     if summary.get("dtype") != "auto":

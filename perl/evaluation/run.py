@@ -71,10 +71,12 @@ def evaluate(config: EvalConfig) -> Summaries:
             write_sweep(setup, runs, {})  # so that the folder says what it holds, however soon this ends
         try:
             generate(setup, runs)
-        except WorkerError:
-            if setup.is_sweep:
-                report(setup, runs)
-            raise
+        except WorkerError as error:
+            if not all(run.complete for run in runs):
+                if setup.is_sweep:
+                    report(setup, runs)
+                raise
+            logger.warning("rows that had failed before were asked again: %s", error)
         summaries = report(setup, runs)
     if failed := [run for run in runs if run.error]:
         raise SweepError(

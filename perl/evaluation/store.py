@@ -73,7 +73,8 @@ class Store:
     def append(self, records: Sequence[SampleRecord]) -> None:
         """Add rows, on disk when this returns (as far as the kernel goes: a killed process loses none of them). What
         fails once more is not added."""
-        kept = dict(self.records)
+        ids = [(record["key"], record["sample"]) for record in records]
+        kept = {row: self.records[row] for row in ids if row in self.records}
         lines = "".join(json_line(record) for record in records if keep(kept, record))
         try:
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -82,7 +83,7 @@ class Store:
             raise RankError(
                 f"{self.path}: {error.strerror}; what was written stays: make room, and the same command goes on"
             ) from error
-        self.records = kept
+        self.records |= kept
 
     def replace(self, records: Sequence[SampleRecord]) -> None:
         """Write the file again with `records`; the old one stays until the new one is whole on disk."""

@@ -109,7 +109,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
                 f" trained on, of which {those} are learned: eval_loss would not be theirs; name rows of the same"
                 " columns"
             )
-    check_template([*rows, *eval_rows], tokenizer)
+    check_template([*rows, *eval_rows], tokenizer, own=not training.assistant_only_loss)
     log.info("%d rows from %s", len(rows), data.dataset_name_or_path)
     return CheckedRows(
         tokenizer=tokenizer,
@@ -142,9 +142,13 @@ def check_loss(training: SFTTrainingConfig, row: Row, tokenizer: PreTrainedToken
         ) from error
 
 
-def check_template(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template(rows: list[Row], tokenizer: PreTrainedTokenizerBase, *, own: bool = True) -> None:
     """The chat template must take each row: its prompt and the whole, as TRL asks for them. One line where it leaves
-    out text of the answers, as many do of reasoning before </think>; a UserError where it does so of all."""
+    out text of the answers, as many do of reasoning before </think>; a UserError where it does so of all.
+
+    Args:
+        own: rows are worded by it, and not by one that TRL has for assistant_only_loss.
+    """
     answers, shortened = 0, []
     for row in rows:
         prompt, tools = row.get("prompt"), {"tools": row.get("tools")}
@@ -156,6 +160,8 @@ def check_template(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
             if turn["role"] == "assistant":
                 answers += 1
                 shortened += [row[WHERE]] if _without_space(turn["content"] or "") not in text else []
+    if not own:
+        return
     if shortened and len(shortened) == answers:
         raise UserError(
             f"{shortened[0]}: the chat template leaves out text of the answer, as of all others (reasoning before"

@@ -20,7 +20,7 @@ from perl.adapters.start import own_precision
 from perl.base.errors import UserError
 from perl.config.sft import SFTRunConfig
 from perl.config.training import SFTTrainingConfig
-from perl.models.context import most_tokens
+from perl.models.context import has_table
 from perl.models.folders import token_ids
 from perl.prompts import require_known
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
@@ -148,12 +148,12 @@ def check_positions(rows: Any, shape: Any, max_length: int | None) -> None:
     """
     packed = rows["seq_lengths"] if "seq_lengths" in rows.column_names else [[len(row)] for row in rows["input_ids"]]
     longest = max(length for lengths in packed for length in lengths)
-    if (found := most_tokens(shape)) is not None and longest > found[0]:
-        raise UserError(
-            f"--config.training.max_length {max_length}: a row of {longest} tokens is more than {found[0]}, and"
-            f" {found[1]}; write at most {found[0]}"
-        )
     context = getattr(shape, "max_position_embeddings", None)
+    if context is not None and longest > context and has_table(shape, context):
+        raise UserError(
+            f"--config.training.max_length {max_length}: a row of {longest} tokens is more than {context}, and it has a"
+            f" table of so many positions; write at most {context}"
+        )
     if context is not None and longest > context:
         log.warning(
             "--config.training.max_length %s: a row of %d tokens is more than the %d that the model was made for"

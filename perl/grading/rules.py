@@ -55,7 +55,7 @@ _FUNCTION = r"(?:\\(?:sqrt|log|ln|exp|sin|cos|tan|lfloor|lceil|binom)(?![A-Za-z]
 _OPERATOR = r"(?:[-+*×·⋅÷/±x]|\*\*)"
 # A number, a function of one or a fraction, with the arithmetic behind it.
 _EXPRESSION = re.compile(
-    rf"""(?:(?<![\w^])(?<!\^[-{{])(?<!\d\.)(?<![)\]}}](?=-))(?P<number>{_NUMERAL})|{_FUNCTION}{_NUMERAL}[)}}]?+|{_TEX_FRACTION})
+    rf"""(?:(?<![\w^])(?<![\^_][-{{])(?<!\^\{{-)(?<!\d\.)(?<![)\]}}](?=-))(?P<number>{_NUMERAL})|{_FUNCTION}{_NUMERAL}[)}}]?+|{_TEX_FRACTION})
     (?P<more>(?:{_MIXED}|(?:\\?[)\]}}$%])*+(?:
         [ ]?\^[ ]?[{{(]?-?\d*+[)}}]?+
         # An operator has blanks on both sides or on none: `18** 3` ends bold text, `18 -3` are two numbers.
@@ -84,14 +84,12 @@ _CHANGING_WORDS = re.compile(
     re.IGNORECASE,
 )
 _TAG = re.compile(r"</?(?:s|[a-z_]{2,20})>|<\|[a-z_]{1,40}\|>")
-_SECOND_NUMBER = re.compile(r"\b(?:or|and|to|but|degrees)\b\D{0,12}\d", re.IGNORECASE)
-# `2 hours 30 minutes` and `12, no, 15 apples` are not 2 and 12; `18 dollars for 3 days` is 18, and `18 m^2` too.
-_LEADS_TO_A_NUMBER = re.compile(
-    r"[(\[]|\b(?:for|per|in|on|at|of|off|by|after|before|from|with|within|each|every|during|than|since|as|because"
-    r"|which|that|when|where|if|when|so|is|are|was|were|has|have|step|group|type)\b",
+# What makes another number of one: `5 or 6`, `2 hours 30 minutes`, `18 eggs, 20 eggs`, `12, no wait, 15`.
+_SECOND_NUMBER = re.compile(
+    r"\b(?:or|and|to|but|degrees|plus|wait|actually|sorry)\b\D{0,12}\d"
+    r"|^k?[,.:]?\s*[A-Za-z]+\s\d+(?:\.\d+)?\s[A-Za-z]|^k?\s*([A-Za-z]+),\s\d+(?:\.\d+)?\s\1\b",
     re.IGNORECASE,
 )
-_NUMBER_BY_ITSELF = re.compile(r"(?<![\w^{_])\d")
 
 
 def normalize_number(text: str) -> str:
@@ -176,8 +174,6 @@ def _stated_number(statement: str) -> str:
         return statement
     match = _STATED_NUMBER.fullmatch(tidy(value).rstrip(". *"))
     if match is None or _SECOND_NUMBER.search(match["after"]):
-        return statement
-    if _NUMBER_BY_ITSELF.search(_LEADS_TO_A_NUMBER.split(match["after"], maxsplit=1)[0]):
         return statement
     if any(words.search(match["before"]) for words in (_CHANGING_WORDS, _CONTRADICTION)):
         return statement

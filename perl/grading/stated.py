@@ -137,7 +137,7 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?:\\[()\[\]]|\$)", " "),
         (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])", r"\\sqrt{\1}"),
         (r"√\s*(?=\{)", r"\\sqrt"),
-        (r"(?:√|\\sqrt|(?<![\\a-z])sqrt)\s*\(((?:[^()]++|\([^()]*+\))*+)\)", r"\\sqrt{\1}"),
+        *[(r"(?:√|\\sqrt|(?<![\\a-z])sqrt)\s*\(((?:[^()]++|\([^()]*+\))*+)\)", r"\\sqrt{\1}")] * 2,  # one in another
         (r"(?<=[\d}])\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*([mghs])\s*\}", r" \1! "),  # a unit, not a variable
         (
             r"\\(?:mathbf|mathrm|textbf|text|bold|boldsymbol|mathit|textit)\s*\{\s*([A-Za-z]|\([A-Za-z]\)|[-\d.,:]+)\s*\}",

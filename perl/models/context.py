@@ -28,9 +28,7 @@ def most_tokens(config: Any) -> tuple[int, str] | None:
             original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
             return original or config.max_position_embeddings, f"its positions (rope_type {kind}) change beyond them"
     context = getattr(config, "max_position_embeddings", None)
-    if context is None or getattr(config, "rope_parameters", None) is not None or not _has_table(config, context):
-        return None
-    return context, "it has a table of so many positions"
+    return (context, "it has a table of so many positions") if context and has_table(config, context) else None
 
 
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
@@ -43,10 +41,12 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
                 yield from _ropes(each)
 
 
-def _has_table(config: Any, context: int) -> bool:
+def has_table(config: Any, context: int) -> bool:
     """Whether the model looks its positions up. It is made on the meta device, without weights."""
     import torch
 
+    if getattr(config, "rope_parameters", None) is not None:
+        return False
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")

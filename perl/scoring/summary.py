@@ -23,8 +23,9 @@ from perl.tasks import TASKS
 
 SAYS_THE_SAME = ("accuracy", "pass@1", "maj@1")
 """As avg@n."""
-_STATED = re.compile(r"(?:(?=[^=]*[A-Za-z])[^=,]+ = )?(?P<value>[^=,\[\]]+?)(?: \[(?!base )[^\[\]]+\])?")
-"""What perl.grading.stated.show writes of one value: the left side of an equation, and behind it a unit."""
+_NAMED = re.compile(r"[A-Za-z]{1,3}(?: ?[+-] ?[A-Za-z]{1,3})* = (?P<value>-?\d.*)")
+_WITH_UNIT = re.compile(r"(?P<value>-?[\d./]+) \[(?!base )[^\[\]]+\]")
+"""What perl.grading.stated.show writes of a number that is given a name, and of one with a unit."""
 
 
 def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:
@@ -73,15 +74,19 @@ def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str
     for k in powers_of_two(n):
         per_problem[f"pass@{k}"] = [pass_at_k(len(g), sum(r["score"] == 1.0 for r in g), k) for g in groups]
     for k in powers_of_two(n) if graded([r for g in groups for r in g]) else ():
-        votes = [[(_vote(r["extracted"]), r["score"]) for r in g] for g in groups]
+        votes = [list(zip(_votes(g), (r["score"] for r in g), strict=True)) for g in groups]
         per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
     return per_problem
 
 
-def _vote(extracted: str | None) -> str | None:
-    """An answer without what may be stated or not: `204 [min]`, `m+n = 204` and `204` are one."""
-    match = _STATED.fullmatch(extracted or "")
-    return match["value"] if match else extracted
+def _votes(records: Sequence[SampleRecord]) -> list[str | None]:
+    """What the samples of a problem vote for: `m+n = 204`, `204`, and where that is there `204 [min]`, are one."""
+    answers = [record["extracted"] for record in records]
+    values = [named["value"] if (named := _NAMED.fullmatch(each or "")) else each for each in answers]
+    united = [_WITH_UNIT.fullmatch(each or "") for each in values]
+    return [
+        unit["value"] if unit and unit["value"] in values else each for unit, each in zip(united, values, strict=True)
+    ]
 
 
 def graded(records: Iterable[SampleRecord]) -> bool:

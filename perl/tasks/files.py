@@ -77,6 +77,8 @@ def _require_whole(folder: Path, split: str, files: Sequence[Path]) -> None:
             )
         seen[index] = file
     numbers = range(1, total + 1) if total in seen else range(total)
+    if other := next((file for n, file in seen.items() if n not in numbers), None):
+        raise UserError(f"{folder}: {other.name} is none of {total} shards of {split}; move it away, or name a file")
     if (missing := next((n for n in numbers if n not in seen), None)) is not None:
         raise UserError(
             f"{folder}: holds {len(files)} of {total} shards of {split}: shard {missing:05d}-of-{total:05d} is missing;"

@@ -51,7 +51,7 @@ def asked_hash(problem: Problem) -> str:
     style = TASKS[problem.task].style if problem.task else PromptStyle()
     before, _, after = (" ".join(part.split()) for part in style.template.partition("{question}"))
     question = " ".join(problem.question.split())
-    turns = [message | {"content": " ".join(message["content"].split())} for message in problem.messages or ()]
+    turns = [message | {"content": " ".join(str(message["content"]).split())} for message in problem.messages or ()]
     if [turn["role"] for turn in turns] == ["user"]:
         words = turns[0]["content"]
         if words.startswith(before) and words.endswith(after):

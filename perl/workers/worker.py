@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import pickle
@@ -257,6 +258,7 @@ def completed(
         return engine.stream(None if request is None else request.prompt for request in feed)
 
     complete = complete or by_prompt
+    computed_in(weights)
     while (needed := inbox.next_weights(wait=True)) is not None:
         if needed != weights and (reason := replace_weights(engine, weights, needed)):
             yield Restart(needed, reason)
@@ -272,13 +274,22 @@ def replace_weights(engine: LoadedEngine, held: WeightsSpec, needed: WeightsSpec
     can't be, or None when it is done."""
     if (needed.model, needed.dtype) == (held.model, held.dtype):
         return None
-    from perl.engines.base import resolve_dtype
-    from perl.models.folders import load_config
-
-    now, then = (resolve_dtype(each.dtype, load_config(each.model)) for each in (held, needed))
+    then, now = computed_in(needed), computed_in(held)
     if now != then:
         return f"{needed.model} is computed in another dtype ({then}) than {held.model} ({now})"
     return engine.replace_weights(needed.model)
+
+
+@functools.cache
+def computed_in(weights: WeightsSpec) -> str:
+    """The dtype. Asked while the weights are there: a merged model is removed when its last row is done."""
+    from perl.engines.base import resolve_dtype
+    from perl.models.folders import load_config
+
+    try:
+        return resolve_dtype(weights.dtype, load_config(weights.model))
+    except UserError:
+        return weights.dtype
 
 
 class Inbox:

@@ -22,6 +22,7 @@ from perl.config.evaluation import EvalConfig
 from perl.eval import main
 from perl.evaluation.run import evaluate
 from perl.scoring.results import read_samples
+from perl.workers.pool import WorkerError
 from tests.evaluation.conftest import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +170,11 @@ def test_prompts_without_room_are_recorded_as_such(config, tmp_path, caplog):
     assert main(command(again)[2:]) == 3  # the exit code tells, also when nothing is left to generate
 
 
-def test_rows_that_have_failed_are_asked_again(config, tmp_path):
+def all_die(setup, runs):
+    raise WorkerError("all workers died")
+
+
+def test_rows_that_have_failed_are_asked_again(config, tmp_path, monkeypatch):
     settings = replace(config, result_dir=str(tmp_path), n=1, max_samples=6)
     evaluate(settings)
     (file,) = tmp_path.glob("*/samples.jsonl")
@@ -177,8 +182,11 @@ def test_rows_that_have_failed_are_asked_again(config, tmp_path):
     failed = {"error": "it killed its worker twice, alone", "completion": "", "score": 0.0, "tokens": 0}
     lines = [row | failed if place < 2 else row for place, row in enumerate(whole.values())]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with monkeypatch.context() as patch:  # they kill their workers again
+        patch.setattr("perl.evaluation.run.generate", all_die)
+        assert evaluate(settings)["sums"]["not_generated"] == 2
     summary = evaluate(settings)["sums"]
-    assert (summary["not_generated"], summary["generation"]["rows"]) == (0, 2)
+    assert (summary["not_generated"], summary["generation"]["rows"]) == (0, 6)  # its speed is that of all
     again = read_samples(file)
     assert list(again) == list(whole)
     assert [row["completion"] for row in again.values()] == [row["completion"] for row in whole.values()]

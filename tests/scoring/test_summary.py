@@ -1,5 +1,6 @@
 """Numbers of a summary, from records whose metrics are known by hand."""
 
+import pytest
 from rich.console import Console
 
 from perl.evaluation.tables import print_table
@@ -45,11 +46,16 @@ def test_maj_2_is_shown_where_it_is_not_the_mean():
         assert metrics_of("gsm", records, 2)["val-core/gsm/acc/maj@2"] == majority
 
 
-def test_an_answer_with_its_unit_or_its_name_is_the_same_vote():
-    right = [record("a-0", place, extracted=text) for place, text in enumerate(["204 [min]", "m+n = 204"])]
-    wrong = [
-        record("a-0", 2 + place, extracted=text, score=0.0) for place, text in enumerate(["x = 1, y = 2", "26 = 25"])
-    ]
-    assert summarize([*right, *wrong], 4)["metrics"]["maj@4"]["value"] == 1.0
-    more = [record("a-0", 4 + place, extracted=text, score=0.0) for place, text in enumerate(["4210 [base 5]"] * 4)]
-    assert summarize([*right, *wrong, *more], 8)["metrics"]["maj@8"]["value"] == 0.0
+@pytest.mark.parametrize(
+    ("right", "wrong", "majority"),
+    [
+        (["204 [min]", "m+n = 204", "204"], ["205", "205", "x = 1, y = 2", "26 = 25", "206"], 1.0),
+        (["2x-y+3z+8 = 0"] * 3, ["x+y+z = 0", "x-y = 0", "x+2z = 0", "z = x", "y+3 = 0"], 1.0),
+        (["18 [cm]"] * 3, ["18 [m]", "18 [m]", "5:30 [am]", "5:30 [pm]", "4210 [base 5]"], 1.0),
+        (["C"] * 3, ["x = 25", "25", "y = 25", "25.0", "2"], 0.5),
+    ],
+)
+def test_a_number_with_its_name_is_the_same_vote_and_with_a_unit_where_it_stands_without(right, wrong, majority):
+    samples = [(text, 1.0) for text in right] + [(text, 0.0) for text in wrong]
+    rows = [record("a-0", place, extracted=text, score=score) for place, (text, score) in enumerate(samples)]
+    assert summarize(rows, 8)["metrics"]["maj@8"]["value"] == majority

@@ -393,6 +393,8 @@ def test_rows_that_the_model_has_no_tokens_or_positions_for_are_one_line(caplog)
     assert "was made for" not in caplog.text
     trainer_of(sums(4), model=tiny_model(max_position_embeddings=16))
     assert "max_length 1024: a row of 21 tokens is more than the 16 that the model was made for" in caplog.text
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    trainer_of(sums(4), model=tiny_model(max_position_embeddings=16, rope_parameters=rope))  # one policy: its own
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_the_rows_of_the_update(tmp_path):
@@ -550,6 +552,7 @@ def test_answers_that_lose_text_to_the_chat_template_are_told(tmp_path, caplog):
     read_rows = read(str(write(tmp_path / "rows.jsonl", rows)), None, None, None, None)
     with pytest.raises(UserError, match=r"^rows\.jsonl:1: the chat template leaves out text of the answer, as of all"):
         check_template(read_rows, tiny_tokenizer(STRIPPED))
+    check_template(read_rows, tiny_tokenizer(STRIPPED), own=False)  # TRL words them by another
 
 
 def test_completion_only_loss_of_messages_is_refused(tmp_path, model):

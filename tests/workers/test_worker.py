@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -14,7 +15,17 @@ from perl.adapters.merge import merge_adapter
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
 from perl.records import Prompt, Sampling
-from perl.workers.worker import Inbox, Request, RequestBatch, Restart, Result, WeightsSpec, completed
+from perl.workers.worker import (
+    Inbox,
+    Request,
+    RequestBatch,
+    Restart,
+    Result,
+    WeightsSpec,
+    completed,
+    computed_in,
+    replace_weights,
+)
 from tests.tiny import save_tiny
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)
@@ -86,6 +97,20 @@ def test_replaced_weights_are_a_fresh_engines_bit_for_bit(models):
         other = HFEngine(str(model), dtype="bfloat16").model.state_dict()
         assert engine.model.state_dict().keys() == other.keys()
         assert all(torch.equal(tensor, other[name]) for name, tensor in engine.model.state_dict().items())
+
+
+def test_auto_is_the_dtype_that_it_stands_for_also_when_the_model_is_gone(models, tmp_path):
+    """On a CPU float32. A merged model is removed when its last row is done, and the next one may come later."""
+    first, second = (shutil.copytree(models[place], tmp_path / str(place)) for place in (1, 2))
+
+    class Engine:
+        def replace_weights(self, model: str) -> str | None:
+            return None
+
+    held, needed = WeightsSpec(str(first), "auto"), WeightsSpec(str(second), "float32")
+    assert computed_in(held) == "float32"
+    shutil.rmtree(first)
+    assert replace_weights(Engine(), held, needed) is None  # type: ignore[arg-type]
 
 
 def test_another_dtype_and_another_shape_need_a_new_engine(models, tmp_path):
