@@ -73,9 +73,9 @@ def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str
     per_problem[f"avg@{n}"] = per_problem["accuracy"]
     for k in powers_of_two(n):
         per_problem[f"pass@{k}"] = [pass_at_k(len(g), sum(r["score"] == 1.0 for r in g), k) for g in groups]
-    for k in powers_of_two(n) if graded([r for g in groups for r in g]) else ():
+    if graded([r for g in groups for r in g]):
         votes = [list(zip(_votes(g), (r["score"] for r in g), strict=True)) for g in groups]
-        per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
+        per_problem |= {f"maj@{k}": [majority_at_k(each, k) for each in votes] for k in powers_of_two(n)}
     return per_problem
 
 
