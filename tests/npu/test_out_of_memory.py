@@ -65,7 +65,7 @@ def errors(done):
                 "training__gradient_accumulation_steps": 16,
                 "training__max_completion_length": 400,
             },
-            "--config.training.steps_per_generation 8 (now 16",
+            "--config.training.steps_per_generation (now 16",
         ),
         (
             "in the update",
@@ -75,13 +75,13 @@ def errors(done):
                 "training__max_completion_length": 16,
                 "rollout__max_batch_tokens": 2000,
             },
-            "--config.training.per_device_train_batch_size 32 --config.training.gradient_accumulation_steps 4",
+            "--config.training.per_device_train_batch_size (now 64",
         ),
         (
             "before the first step",
             1,
             {"training__per_device_train_batch_size": 4, "training__max_completion_length": 8},
-            "--config.peft.r 8 (now 16",
+            "--config.peft.r (now 16",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_vllm_is_sent_every_weight():
 
 def test_memory_that_runs_out_is_answered_by_an_adapter(folder):
     config = parse(flags(folder, "x")).build()
-    assert "--config.peft.type lora (now none" in [*out_of_memory.changes("setup", config)][-1]
+    assert "--config.peft.type lora (now none" in out_of_memory.set_first("setup", config)
 
 
 @pytest.mark.parametrize(
