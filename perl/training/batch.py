@@ -1,6 +1,7 @@
 """A generation batch, and how its rows are dealt out to the micro-batches of the updates.
 
     Batch        this process's trajectories, with a column for each thing that is computed of them
+    Cycle        which micro-batches are made of it
     Dealer.deal  Batch -> one list of MicroBatches, which the updates take one by one
 
 transformers makes as many micro-batches of an update as gradient_accumulation_steps says. Within an update, where
@@ -17,7 +18,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,9 @@ from perl.device import to_device
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import ModelSize, Work, update_flops
 from perl.training.packing import prompt_work, row_work
+
+if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +145,68 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """When a generation batch is drawn, and what is made of it. Micro-batches are counted from 0 over the run."""
+
+    accumulation: int
+    """Micro-batches of an optimizer update; of an epoch's last one there may be fewer."""
+    per_generation: int
+    """Micro-batches that a generation batch is dealt out to."""
+    iterations: int = 1
+    """Times that they are trained on."""
+
+    @classmethod
+    def of(cls, args: TrainingConfig) -> Cycle:
+        return cls(
+            accumulation=args.gradient_accumulation_steps,
+            per_generation=args.steps_per_generation or 1,
+            iterations=args.num_iterations,
+        )
+
+    @property
+    def length(self) -> int:
+        """Micro-batches from a generation batch to the next."""
+        return self.per_generation * self.iterations
+
+    @property
+    def several_updates(self) -> bool:
+        """A generation batch serves more than one update."""
+        return self.accumulation % self.length != 0
+
+    def begins(self, micro_batch: int) -> bool:
+        """Whether a generation batch is drawn for it."""
+        return micro_batch % self.length == 0
+
+    def place(self, micro_batch: int) -> int:
+        """Among those that its generation batch was dealt out to."""
+        return micro_batch % self.per_generation
+
+    def begins_amid_update(self, first: int) -> bool:
+        """Whether a generation batch is drawn within the update that begins with `first`, and not for that one."""
+        return self.length - first % self.length < self.accumulation
+
+    def batches_left(self, step: int, last: int, made: int, epoch: int) -> int:
+        """Generation batches to be drawn, the next one included.
+
+        Args:
+            step: updates made.
+            last: of all updates of the run.
+            made: micro-batches of the update under way.
+            epoch: micro-batches of an epoch.
+        """
+        updates = math.ceil(epoch / self.accumulation)
+
+        def until(step: int) -> int:
+            return step // updates * epoch + min(step % updates * self.accumulation, epoch)
+
+        return max(1, math.ceil((until(last) - until(step) - made) / self.length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dealer:
     """Deals the rows of a generation batch out to its micro-batches."""
 
-    accumulation: int
-    """Micro-batches of an optimizer update."""
-    per_generation: int
-    """Micro-batches of a generation batch."""
+    cycle: Cycle
     leave_out_zero: bool
     """Rows whose advantage is exactly 0 are not computed: right when nothing but the advantage makes their gradient."""
     group: bool
@@ -161,18 +220,18 @@ class Dealer:
     """What a row costs is counted from; None: its tokens."""
 
     def deal(self, batch: Batch, largest: Callable[[list[int]], list[int]]) -> list[MicroBatch]:
-        """As many micro-batches as `per_generation`, of windows that surely belong to one update. Empty ones come
+        """The micro-batches of a cycle, of windows that surely belong to one update. Empty ones come
         first: the last one is where gradients are exchanged.
 
         Args:
             largest: from numbers of this process to the largest of each among all processes, which have as many.
         """
-        per_micro_batch = len(batch.rows) // self.per_generation
+        per_micro_batch = len(batch.rows) // self.cycle.per_generation
         if self.fixed:
             starts = range(0, len(batch.rows), per_micro_batch)
             micro_batches = [batch.select(range(start, start + per_micro_batch)) for start in starts]
             return [MicroBatch(each, trained_tokens=_tokens(each.rows)) for each in micro_batches]
-        size = math.gcd(self.per_generation, self.accumulation)
+        size = math.gcd(self.cycle.per_generation, self.cycle.accumulation)
         step = size * per_micro_batch
         windows = [list(range(start, start + step)) for start in range(0, len(batch.rows), step)]
         kept = self.computed(batch).tolist()

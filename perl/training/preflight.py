@@ -48,6 +48,7 @@ from perl.runs.setup import (
 )
 from perl.runs.tracking import check_trackers
 from perl.runs.vision import check_images, check_mixed_rows, language_part
+from perl.training.batch import Cycle
 from perl.training.collect import rollout_sampling
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
@@ -275,8 +276,7 @@ def require_whole_groups(training: TrainingConfig) -> None:
             f" whole groups of {training.num_generations}; make them a multiple of --config.training.num_generations,"
             " or write --config.algorithm.dynamic_sampling false"
         )
-    window = training.steps_per_generation * training.num_iterations
-    if training.max_steps == -1 and window % training.gradient_accumulation_steps:
+    if training.max_steps == -1 and Cycle.of(training).length % training.gradient_accumulation_steps:
         raise UserError(
             "--config.algorithm.dynamic_sampling true: in a training by --config.training.num_train_epochs its prompts"
             f" may end in the middle of a step: steps_per_generation {training.steps_per_generation} x num_iterations"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from perl.engines.base import PolicyEngine
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import StepClock
 from perl.runs.nonfinite import NonFinite
-from perl.training.batch import Batch, Dealer, MicroBatch
+from perl.training.batch import Batch, Cycle, Dealer, MicroBatch
 from perl.training.collect import Collector
 from perl.training.critic import Critic
 from perl.training.loss import (
@@ -55,6 +55,7 @@ from perl.training.processes import Processes
 if TYPE_CHECKING:
     from perl.config.load import Config
     from perl.config.training import TrainingConfig
+    from perl.noise.callback import NoiseStage
     from perl.training.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -62,10 +63,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """
-    Attributes:
-        sigma: of this optimizer step's noise.
-    """
+    """Its parts, and what goes on from one generation batch to the next."""
 
     config: Config
     policy: Policy
@@ -80,7 +78,7 @@ class Step:
     nonfinite: NonFinite
     processes: Processes
     clock: StepClock
-    sigma: Callable[[], float]
+    noise_stage: NoiseStage
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
     weights: Weights = field(default_factory=lambda: Weights(version=-1))
@@ -90,8 +88,7 @@ class Step:
     settings: LossSettings = field(init=False)
     noisy_old: bool = field(init=False)
     """The ratio refers to the policy with its noise (noise_injection.old_logps)."""
-    stale: bool = field(init=False)
-    """A generation batch serves several updates, so that the ratio's old policy is not the one before each."""
+    cycle: Cycle = field(init=False)
     kl_coefficient: KLCoefficient = field(init=False)
     entropy_bonus: EntropyBonus | None = field(init=False)
 
@@ -100,8 +97,7 @@ class Step:
         self.args, self.algorithm = args, ALGORITHMS[algorithm.name]
         self.settings = LossSettings.of(args, algorithm.kl_estimator, correction_of(self.config.rollout))
         self.noisy_old = noise.enabled and noise.old_logps == "noisy"
-        window = (args.steps_per_generation or 1) * args.num_iterations
-        self.stale = args.gradient_accumulation_steps % window != 0
+        self.cycle = Cycle.of(args)
         self.kl_coefficient = KLCoefficient(
             algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
         )
@@ -127,9 +123,10 @@ class Step:
         rewards = self._finite_rewards(rows, step)
         self.comparison.compare(batch)
         with self.clock("old_logps"):
-            needed = self.kl_coefficient.value or (self.stale and not self.noisy_old)
+            stale = self.cycle.several_updates  # the ratio's old policy is not the one before each of them
+            needed = self.kl_coefficient.value or (stale and not self.noisy_old)
             clean = self.passes.logps(self.policy.wrapped, rows, batch.width) if needed else None
-            batch.old = self.samplers.logps(batch) if self.noisy_old else clean if self.stale else None
+            batch.old = self.samplers.logps(batch) if self.noisy_old else clean if stale else None
             batch.reference = self._reference(batch)
             batch.values = self._values(batch)
         with self.clock("advantages"):
@@ -141,7 +138,7 @@ class Step:
     def _publish(self, step: int) -> Weights:
         """The policy as it is now, to the engine, with this step's noise: of each batch of a step another draw."""
         draw = self.weights.draw + 1 if self.weights.version == step else 0
-        self.weights = Weights(version=step, sigma=self.sigma(), draw=draw)
+        self.weights = Weights(version=step, sigma=self.noise_stage.stage.sigma, draw=draw)
         with self.clock("rollout"):
             self.engine.publish(self.weights)
         return self.weights
@@ -260,7 +257,7 @@ class Step:
             return (outputs.logps * 0.0).sum() + (0.0 if outputs.values is None else (outputs.values * 0.0).sum())
         assert batch.advantages is not None
         rows = self.args.per_device_train_batch_size * accumulation
-        tokens = max(batch.tokens, 1.0) / self.processes.count * accumulation / self.dealer.per_generation
+        tokens = max(batch.tokens, 1.0) / self.processes.count * accumulation / self.cycle.per_generation
         update = Update(rows=rows, tokens=tokens, micro_batches=accumulation)
         inputs = LossInputs(
             policy=outputs.logps,

@@ -17,7 +17,6 @@ import contextlib
 import copy
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -135,14 +134,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return torch.zeros((), device=self.accelerator.device)
 
     def _next(self) -> MicroBatch:
-        per_generation = self.args.steps_per_generation
-        assert per_generation is not None
-        if self.window_done() or self.pending is None:
+        cycle, state = self.step.cycle, self.state
+        if cycle.begins(self._step) or self.pending is None:
             self.model.train()
+            epoch = len(self.callback_handler.train_dataloader)  # type: ignore[arg-type]
+            left = cycle.batches_left(state.global_step, state.max_steps, self._made(), epoch)
             with self.clock("prepare"), self.saved_where_workers_are_lost():
-                batch, self.pending = self.step.batch(self.state.global_step, self._batches_left())
+                batch, self.pending = self.step.batch(state.global_step, left)
                 self._log_batch(batch)
-        micro_batch = self.pending[self._step % per_generation]
+        micro_batch = self.pending[cycle.place(self._step)]
         self.clock.count_trained(micro_batch.trained_tokens)
         return micro_batch
 
@@ -189,27 +189,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _made(self) -> int:
         """Micro-batches of the step that is under way; 0 between two steps."""
         return self._step - self.last_step.micro_batches
-
-    def _window(self) -> int:
-        """Micro-batches that are made of a generation batch."""
-        return (self.args.steps_per_generation or 1) * self.num_iterations
-
-    def _batches_left(self) -> int:
-        """Generation batches that the run will draw, the next one included. An epoch's last step is of what is left of
-        its micro-batches."""
-        epoch, accumulation = len(self.callback_handler.train_dataloader), self.args.gradient_accumulation_steps  # type: ignore[arg-type]
-        steps = math.ceil(epoch / accumulation)
-
-        def until(step: int) -> int:
-            """Micro-batches of so many steps."""
-            return step // steps * epoch + min(step % steps * accumulation, epoch)
-
-        left = until(self.state.max_steps) - until(self.state.global_step) - self._made()
-        return max(1, math.ceil(left / self._window()))
-
-    def window_done(self) -> bool:
-        """Whether the next micro-batch begins a generation batch."""
-        return self._step % self._window() == 0
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """transformers comes here before the first step, and between a step's log and its checkpoint where
@@ -322,7 +301,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             step.entropy_bonus.coefficient, step.entropy_bonus.last = state["entropy"]
 
     def _rollout_state(self) -> RolloutState:
-        pending = None if self.window_done() else [micro_batch.state() for micro_batch in self.pending or []]
+        pending = (
+            None if self.step.cycle.begins(self._step) else [micro_batch.state() for micro_batch in self.pending or []]
+        )
         return RolloutState(
             step=self._step,
             buffered_inputs=pending,
@@ -394,9 +375,8 @@ class LastStep(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Of a resumed run too, whose first step ends no other."""
-        self.state, window = None, self.trainer._window()
-        amid = window - self.micro_batches % window < args.gradient_accumulation_steps
-        if self.trainer.step.engine.remote and state.global_step and amid:
+        self.state, step = None, self.trainer.step
+        if step.engine.remote and state.global_step and step.cycle.begins_amid_update(self.micro_batches):
             now = self.trainer.process_state()
             self.state, self.tokens = replace(now, run=copy.deepcopy(now.run)), state.num_input_tokens_seen
 
@@ -426,9 +406,9 @@ class EndOfStream(TrainerCallback):
     def _ends(self, args: Any, state: Any) -> bool:
         """Whether the stream ends the training here, before its steps are made: then this step is the last, for all
         that asks."""
-        collector = self.trainer.step.collector
+        step, collector = self.trainer.step, self.trainer.step.collector
         enough = collector.stream.left >= collector.batch
-        if enough or not self.trainer.window_done() or state.global_step >= state.max_steps:
+        if enough or not step.cycle.begins(self.trainer._step) or state.global_step >= state.max_steps:
             return False
         if state.is_world_process_zero:
             log.info(

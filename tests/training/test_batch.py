@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perl.records import Trajectory
-from perl.training.batch import Batch, Dealer, MicroBatch, RowCost, cut_by_tokens, smallest_limit, spread
+from perl.training.batch import Batch, Cycle, Dealer, MicroBatch, RowCost, cut_by_tokens, smallest_limit, spread
 
 
 def batch(prompts, lengths, advantages, **changes):
@@ -45,8 +45,8 @@ WINDOW = batch([1, 2, 1, 2], [1, 4, 3, 2], [0.5, -1.0, 0.0, 1.0])
 
 
 def dealer(**changes):
-    settings = {"accumulation": 2, "per_generation": 2, "leave_out_zero": False, "group": False}
-    return Dealer(**(settings | changes))
+    cycle = {name: changes.pop(name, 2) for name in ("accumulation", "per_generation")}
+    return Dealer(**({"cycle": Cycle(**cycle), "leave_out_zero": False, "group": False} | changes))
 
 
 def test_columns_of_rows_that_are_lists():
@@ -185,3 +185,25 @@ def test_fixed_micro_batches_stay():
     same = dealer(fixed=True, leave_out_zero=True).deal(WINDOW, alone)
     assert first_ids(same) == [[10, 40], [30, 20]]
     assert [each.trained_tokens for each in same] == [4 + 5, 4 + 5]
+
+
+def test_a_generation_batch_is_drawn_for_each_cycle():
+    """Three micro-batches, trained on twice; an update takes four."""
+    cycle = Cycle(accumulation=4, per_generation=3, iterations=2)
+    assert [m for m in range(20) if cycle.begins(m)] == [0, 6, 12, 18]
+    assert [cycle.place(m) for m in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    # Updates begin with 0, 4, 8, 12: the second has 6 within; that with 12 begins with a batch, and has none within.
+    assert [cycle.begins_amid_update(first) for first in (0, 4, 8, 12)] == [False, True, False, False]
+    assert cycle.several_updates
+    assert not Cycle(accumulation=4, per_generation=2).several_updates
+
+
+def test_the_batches_that_are_left_of_a_run():
+    """Of an epoch of ten micro-batches the third update has two."""
+    cycle = Cycle(accumulation=4, per_generation=3)
+    left = cycle.batches_left
+    assert left(step=0, last=3, made=0, epoch=10) == 4  # 10 micro-batches by 3
+    assert left(step=1, last=3, made=0, epoch=10) == 2  # 6 are left
+    assert left(step=1, last=3, made=2, epoch=10) == 2  # 4
+    assert left(step=3, last=5, made=0, epoch=10) == 3  # 8 of the second epoch
+    assert left(step=5, last=5, made=0, epoch=10) == 1  # one is drawn where the count has ended
