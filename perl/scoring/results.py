@@ -301,11 +301,17 @@ def is_scored(folder: Path) -> bool:
     return (folder / SAMPLES).is_file() and (folder / SUMMARY).is_file()
 
 
+def read_summary(folder: Path, hint: str = AGAIN) -> Summary:
+    """That of the dataset in `folder`. A UserError with the `hint` where it is not readable or lacks the accuracy."""
+    summary = read_json(folder / SUMMARY, hint=hint, kind=Summary)
+    if "accuracy" not in summary["metrics"] or "temperature" not in summary["sampling"]:
+        raise UserError(f"{folder / SUMMARY} lacks metrics.accuracy or sampling.temperature; {hint}")
+    return summary
+
+
 def read_scored(folder: Path) -> ScoredSet:
     """The dataset in `folder`. A UserError where summary.json is not readable, or no sample is."""
-    summary = read_json(folder / SUMMARY, hint=AGAIN, kind=Summary)
-    if "accuracy" not in summary["metrics"] or "temperature" not in summary["sampling"]:
-        raise UserError(f"{folder / SUMMARY} lacks metrics.accuracy or sampling.temperature; {AGAIN}")
+    summary = read_summary(folder)
     records = list(read_samples(folder / SAMPLES).values())
     if not records:
         raise UserError(f"{folder / SAMPLES}: holds no whole sample; {AGAIN}")

@@ -17,6 +17,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        """In percent."""
+        return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
 
 class PairedDifference(NamedTuple):
     """A mean of paired differences over problems, what it tells, and what could have been told."""

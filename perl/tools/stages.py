@@ -13,14 +13,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal, TypedDict
+from typing import IO, Literal
 
 from rich.console import Console
 
 from perl import device
 from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
-from perl.base.files import lock_now, open_lock, read_json
+from perl.base.files import lock_now, open_lock
 from perl.records import PROGRESS, Sampling
+from perl.scoring.results import read_summary
+from perl.scoring.statistics import Estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 Engine = Literal["hf", "vllm"]
@@ -40,35 +42,13 @@ class StageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Accuracy on the held-out problems as a fraction, with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.value:.1f}  [{100 * self.low:.1f}, {100 * self.high:.1f}]"
-
-
-class ScoredMetrics(TypedDict):
-    """What is read of the metrics in summary.json."""
-
-    accuracy: Score
-
-
-class ScoredSummary(TypedDict):
-    """What is read of summary.json."""
-
-    metrics: ScoredMetrics
-
-
-@dataclass(frozen=True, slots=True)
 class Scores:
-    sampled: Score
+    """Accuracies on the held-out problems."""
+
+    sampled: Estimate
     """avg@n: n completions of each problem at temperature 1."""
-    greedy: Score
-    more: Mapping[str, Score] = field(default_factory=dict)
+    greedy: Estimate
+    more: Mapping[str, Estimate] = field(default_factory=dict)
     """Greedy accuracy on `Evaluation.more`, by the name of the data set."""
 
 
@@ -310,8 +290,7 @@ def read_scores(how: Evaluation, folder: Path) -> Scores:
     return Scores(sampled, greedy, {file.stem: read_score(folder / "greedy", file.stem) for file in how.more})
 
 
-def read_score(result_dir: Path, dataset: str) -> Score:
+def read_score(result_dir: Path, dataset: str) -> Estimate:
     """The accuracy in the summary.json that perl/eval.py left."""
-    file = result_dir / dataset / "summary.json"
-    hint = "delete it, and start the same command again"
-    return read_json(file, hint=hint, kind=ScoredSummary)["metrics"]["accuracy"]
+    summary = read_summary(result_dir / dataset, hint="delete it, and start the same command again")
+    return Estimate(**summary["metrics"]["accuracy"])

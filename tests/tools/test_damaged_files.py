@@ -44,7 +44,7 @@ def test_scores_of_a_stage(tmp_path):
     file = tmp_path / "sums" / "summary.json"
     said = tried(file, SUMMARY, lambda: read_score(tmp_path, "sums"))
     assert all(each.endswith("; delete it, and start the same command again") for each in said)
-    assert any("`$.metrics.accuracy.low`" in each for each in said)
+    assert any("`$.metrics[...].low`" in each for each in said)
 
 
 def test_what_a_real_run_noted(tmp_path):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from perl.scoring.statistics import Estimate
 from perl.tools.quickstart import comparison
-from perl.tools.stages import Score, Scores, StageError, read_score, run, start
+from perl.tools.stages import Scores, StageError, read_score, run, start
+from tests.results import record, summary
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
@@ -73,16 +75,16 @@ def test_an_interrupted_stage_is_told_to_end_and_waited_for_with_what_it_started
 
 def test_the_score_is_the_evaluators_accuracy(tmp_path):
     (tmp_path / "test").mkdir()
-    accuracy = {"value": 0.5, "low": 0.4, "high": 0.6}
-    (tmp_path / "test" / "summary.json").write_text(json.dumps({"metrics": {"accuracy": accuracy}}))
-    assert read_score(tmp_path, "test") == Score(0.5, 0.4, 0.6)
+    rows = [record("a"), record("b", score=0.0)]
+    (tmp_path / "test" / "summary.json").write_text(json.dumps(summary(rows, 1)))
+    assert read_score(tmp_path, "test") == Estimate(0.5, 0.0, 1.0)
 
 
 def test_the_table_shows_both_scores_with_intervals_and_the_gain():
-    before = Scores(sampled=Score(0.467, 0.432, 0.501), greedy=Score(0.492, 0.430, 0.551))
-    after = Scores(sampled=Score(0.938, 0.922, 0.952), greedy=Score(1.0, 0.986, 1.0))
+    before = Scores(sampled=Estimate(0.467, 0.432, 0.501), greedy=Estimate(0.492, 0.430, 0.551))
+    after = Scores(sampled=Estimate(0.938, 0.922, 0.952), greedy=Estimate(1.0, 0.986, 1.0))
     text = table_text(before, after)
-    for cell in ("46.7  [43.2, 50.1]", "93.8  [92.2, 95.2]", "+47.1", "100.0  [98.6, 100.0]", "+50.8"):
+    for cell in ("46.7 [43.2, 50.1]", "93.8 [92.2, 95.2]", "+47.1", "100.0 [98.6, 100.0]", "+50.8"):
         assert cell in text
 
 

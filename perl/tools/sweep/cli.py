@@ -397,7 +397,7 @@ def table(comparison: Comparison, dataset: str) -> Table:
 
 
 def estimate(score: Estimate | None) -> str:
-    return escape(f"{100 * score.value:.1f} [{100 * score.low:.1f}, {100 * score.high:.1f}]") if score else "–"
+    return escape(str(score)) if score else "–"
 
 
 def difference(change: Change | None) -> str:
