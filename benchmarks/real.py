@@ -43,9 +43,9 @@ def row_of(folder: Path, program: str = "real", further: str = "") -> dict[str, 
     settings = json.loads((folder / course.SETTINGS).read_text(encoding="utf-8"))
     changes = {}
     for name, part in ((SAMPLED, "sampled"), ("greedy", "greedy")):
-        found = compare(folder / "after_sft" / part, folder / "after_grpo" / part)["datasets"]["test"]
-        metric = next(iter(found["metrics"].values()))  # the mean score
-        changes[name] = [round(metric[key], 4) for key in ("value", "low", "high")]
+        found = compare(folder / "after_sft" / part, folder / "after_grpo" / part).datasets["test"]
+        mean = next(iter(found.metrics.values()))
+        changes[name] = [round(number, 4) for number in (mean.value, mean.low, mean.high)]
     named = folder.absolute()
     named = named.relative_to(ROOT) if named.is_relative_to(ROOT) else Path("outputs", named.name)
     made = json.loads((folder / "after_grpo" / "sampled" / "test" / "summary.json").read_text(encoding="utf-8"))

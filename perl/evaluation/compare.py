@@ -1,17 +1,4 @@
-"""Two evaluations side by side, problem by problem.
-
-compare.json:
-    this, other  folder, model, adapter, base_hash, adapter_hash of each
-    differs      what besides the model differs: a list of {"name", "other", "this"}; the name says of which datasets
-                 where it is not all, and this, other are of the first one
-    datasets     name ->
-        problems, n   problems that both have whole, and samples of each
-        left_out      problems that only one of the two has whole
-        samples_hash  of this one's samples: after a change of them the comparison is another's
-        metrics       name -> other, this, value (this minus other), low, high, detectable, verdict; as fractions. The
-                      first is the mean score; those that say the same as another are left out
-        changed       key of each problem whose mean score differs -> [other, this]
-"""
+"""Two evaluations side by side, problem by problem."""
 
 from __future__ import annotations
 
@@ -27,6 +14,7 @@ from rich.table import Table
 from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.evaluation.store import differences, excerpt
+from perl.scoring.comparison import Comparison, Difference, Paired, Scorer, Setting, samples_hash
 from perl.scoring.results import (
     AGAIN,
     MODEL,
@@ -39,8 +27,6 @@ from perl.scoring.results import (
     Summary,
     Sweep,
     read_samples,
-    same_models,
-    samples_hash,
 )
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
@@ -115,27 +101,27 @@ def _nothing_common(flag: str, keys: Mapping[Path, Mapping[str, Collection[str]]
     return UserError(f"{flag}: no problem is in both: {'; '.join(has)}")
 
 
-def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--result_dir")) -> dict[str, Any]:
-    """Differences of `this` from `other`, the content of compare.json. A UserError when they have nothing in common, or
+def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--result_dir")) -> Comparison:
+    """Differences of `this` from `other`. A UserError when they have nothing in common, or
     are one."""
     _require_two(other, this, flags)
     before, now = read_results(other, flags[0]), read_results(this, flags[1])
-    datasets = {name: _compare(before[name], now[name]) for name in now if name in before}
-    compared = {name: entry for name, entry in datasets.items() if entry["problems"]}
-    if not compared:
+    pairs = {name: _compare(before[name], now[name]) for name in now if name in before}
+    datasets = {name: paired for name, paired in pairs.items() if paired}
+    if not datasets:
         folders = {other: before, this: now}
         keys = {folder: {n: r.samples.keys() for n, r in results.items()} for folder, results in folders.items()}
         raise _nothing_common(flags[0], keys)
-    first = next(iter(compared))
-    return {
-        "this": {"folder": str(this), **_fields(now[first], MODEL)},
-        "other": {"folder": str(other), **_fields(before[first], MODEL)},
-        "differs": _differing({name: (before[name], now[name]) for name in compared}),
-        "datasets": compared,
-    }
+    first = next(iter(datasets))
+    return Comparison(
+        this=Scorer(folder=str(this), **_fields(now[first], MODEL)),
+        other=Scorer(folder=str(other), **_fields(before[first], MODEL)),
+        differs=_differing({name: (before[name], now[name]) for name in datasets}),
+        datasets=datasets,
+    )
 
 
-def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[dict[str, Any]]:
+def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[Setting]:
     """Conditions that the datasets were scored under, and models other than those of the first dataset."""
     first = _models(next(iter(pairs.values())))
     found: list[tuple[tuple[str, Any, Any], list[str]]] = []
@@ -186,21 +172,16 @@ def _models(pair: tuple[Results, Results]) -> dict[str, tuple[Any, Any]]:
     return {name: (other[name], this[name]) for name in MODEL}
 
 
-def _compare(other: Results, this: Results) -> dict[str, Any]:
+def _compare(other: Results, this: Results) -> Paired | None:
+    """None where they have no problem in common."""
     n = min(_samples_of_each(results) for results in (other, this))
     keys = [
         key
         for key, samples in this.samples.items()
         if len(common := samples.keys() & other.samples.get(key, {}).keys()) >= n > 0 and set(range(n)) <= common
     ]
-    entry = {
-        "problems": len(keys),
-        "n": n,
-        "left_out": len(other.samples.keys() | this.samples.keys()) - len(keys),
-        "samples_hash": samples_hash(record for samples in this.samples.values() for record in samples.values()),
-    }
     if not keys:
-        return entry
+        return None
     before, now = (
         problem_scores({key: [results.samples[key][sample] for sample in range(n)] for key in keys})
         for results in (other, this)
@@ -213,9 +194,16 @@ def _compare(other: Results, this: Results) -> dict[str, Any]:
         pairs = list(zip(before[name], now[name], strict=True))
         difference = paired_difference([b - a for a, b in pairs], clusters)
         means = {"other": sum(before[name]) / len(keys), "this": sum(now[name]) / len(keys)}
-        metrics[name] = means | difference._asdict()
+        metrics[name] = Difference(**means, **difference._asdict())
     both = zip(keys, before["accuracy"], now["accuracy"], strict=True)
-    return entry | {"metrics": metrics, "changed": {key: [a, b] for key, a, b in both if a != b}}
+    return Paired(
+        problems=len(keys),
+        n=n,
+        left_out=len(other.samples.keys() | this.samples.keys()) - len(keys),
+        samples_hash=samples_hash(record for samples in this.samples.values() for record in samples.values()),
+        metrics=metrics,
+        changed={key: (a, b) for key, a, b in both if a != b},
+    )
 
 
 def _samples_of_each(results: Results) -> int:
@@ -250,47 +238,45 @@ def _fields(results: Results, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: results.summary.get(name) for name in names}
 
 
-def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """A line a metric, in percent, a verdict a dataset, and what besides the model differs. 80 columns are enough."""
-    other, this = comparison["other"], comparison["this"]
-    console.print(f"{this['folder']} against {other['folder']}", highlight=False, soft_wrap=True, markup=False)
+    folders = f"{comparison.this['folder']} against {comparison.other['folder']}"
+    console.print(folders, highlight=False, soft_wrap=True, markup=False)
     table = Table()
     table.add_column("dataset", overflow="fold")
     table.add_column("metric", no_wrap=True)
     for column in ("other", "this", "change", "95 % interval"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for name, entry in comparison["datasets"].items():
-        for place, (metric, m) in enumerate(entry["metrics"].items()):
-            points = [f"{100 * m[part]:.2f}" for part in ("other", "this")]
-            interval = f"{100 * m['low']:+.2f} – {100 * m['high']:+.2f}"
-            first = "" if place else name
-            table.add_row(first, metric, *points, f"{100 * m['value']:+.2f}", interval, m["verdict"])
+    for name, paired in comparison.datasets.items():
+        for place, (metric, m) in enumerate(paired.metrics.items()):
+            points = f"{100 * m.other:.2f}", f"{100 * m.this:.2f}", f"{100 * m.value:+.2f}"
+            interval = f"{100 * m.low:+.2f} – {100 * m.high:+.2f}"
+            table.add_row("" if place else name, metric, *points, interval, m.verdict)
         table.add_section()
     console.print(table)
-    for name, entry in comparison["datasets"].items():
-        left_out = f"; {entry['left_out']} left out, which only one of the two has whole" if entry["left_out"] else ""
-        metric, values = next(iter(entry["metrics"].items()))
-        better = sum(now > before for before, now in entry["changed"].values())
+    for name, paired in comparison.datasets.items():
+        left_out = f"; {paired.left_out} left out, which only one of the two has whole" if paired.left_out else ""
+        metric, difference = next(iter(paired.metrics.items()))
         console.print(
-            f"{name}: {verdict(values, entry['problems'])} ({metric}; {entry['problems']} problems × {entry['n']} in"
-            f" both, {better} better, {len(entry['changed']) - better} worse{left_out})",
+            f"{name}: {verdict(difference, paired.problems)} ({metric}; {paired.problems} problems × {paired.n} in"
+            f" both, {paired.better} better, {paired.worse} worse{left_out})",
             highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
-    if comparison["differs"]:
-        named = "; ".join(f"{d['name']} {excerpt(d['other'])} | {excerpt(d['this'])}" for d in comparison["differs"])
+    if comparison.differs:
+        named = "; ".join(f"{d['name']} {excerpt(d['other'])} | {excerpt(d['this'])}" for d in comparison.differs)
         console.print(
             f"warning: besides the model these differ (other | this): {named}",
             highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
-    if same_models(other, this, comparison["differs"]):
+    if comparison.same_model:
         console.print("both are the same model", highlight=False)
 
 
-def verdict(metric: Mapping[str, Any], problems: int) -> str:
+def verdict(found: Difference, problems: int) -> str:
     """In words: better, worse, or what could have been seen."""
-    if metric["verdict"] != "none":
-        return metric["verdict"]
-    if metric["detectable"] >= 1:
+    if found.verdict != "none":
+        return found.verdict
+    if found.detectable >= 1:
         return f"no difference that {problems} problems could show"
-    return f"no difference that {problems} problems could show: they would show {100 * metric['detectable']:.1f} points"
+    return f"no difference that {problems} problems could show: they would show {100 * found.detectable:.1f} points"

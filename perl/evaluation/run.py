@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -129,7 +130,7 @@ def report(setup: Setup, runs: Sequence[CandidateRun]) -> dict[str, Summaries]:
                 logger.warning("%s", error)
                 continue
             print_comparison(comparison, console)
-            write_json(folder / name / COMPARE, comparison)
+            write_json(folder / name / COMPARE, asdict(comparison))
     log_results(setup.config, setup.candidates, summaries)
     return summaries
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from perl.base.errors import UserError, one_line
 from perl.base.files import read_json
-from perl.reports.comparisons import Comparison, read_comparison
+from perl.scoring.comparison import Comparison, read_comparison
 from perl.scoring.results import AGAIN, SAMPLES, SWEEP, ScoredSet, Sweep, is_scored, read_scored
 
 logger = logging.getLogger(__name__)

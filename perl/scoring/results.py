@@ -5,7 +5,7 @@ RESULT_DIR/DATASET/samples.jsonl    a SampleRecord a line, only appended to
 RESULT_DIR/DATASET/summary.json     a Summary
 RESULT_DIR/summary.json             every dataset's Summary by the name of its folder
 RESULT_DIR/sweep.json               a Sweep; each candidate then has a RESULT_DIR of its own below this one
-RESULT_DIR/compare.json             the comparison with another folder (perl.evaluation.compare)
+RESULT_DIR/compare.json             a Comparison with another folder (perl.scoring.comparison)
 
 RUN/validation/step-N               a RESULT_DIR that a training has left of its own (perl.training.validation)
 RUN/best/best.json                  step and scores of the best of them, whose adapter or model lies there
@@ -13,7 +13,6 @@ RUN/best/best.json                  step and scores of the best of them, whose a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
@@ -397,17 +396,3 @@ def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     hashed = all(side["adapter_hash"] or not side["adapter"] for side in (one, other))
     base = "base_hash" if one["base_hash"] and other["base_hash"] else "model"
     return all(one[name] == other[name] for name in (base, "adapter_hash" if hashed else "adapter"))
-
-
-def samples_hash(records: Iterable[Mapping[str, Any]]) -> str:
-    """16 hexadecimal digits of what a comparison reads of samples.jsonl (key, sample, score, extracted answer), in
-    whatever order the records stand. Of two records of one sample the first counts, as everywhere."""
-    read: dict[tuple[str, int], Any] = {}
-    for record in records:
-        read.setdefault((record["key"], record["sample"]), [record["score"], record["extracted"]])
-    return hashlib.blake2b(json.dumps(sorted(read.items())).encode(), digest_size=8).hexdigest()
-
-
-def same_models(other: Mapping[str, Any], this: Mapping[str, Any], differs: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the two sides of a compare.json are the same model, on each of its datasets."""
-    return same_model(other, this) and not any(each["name"].partition(" (")[0] in MODEL for each in differs)

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -75,12 +76,13 @@ def compare_evaluations(args: argparse.Namespace, a: list[Path], b: list[Path]) 
         if not is_evaluation(path) and is_training(path):
             raise UserError(f"{flag} {path}: is a training, and the other one an evaluation; write two of one kind")
     comparison = compare(other, this, flags=("A", "B"))
+    content = asdict(comparison)
     if args.json:
-        print(json.dumps(comparison, ensure_ascii=False))
+        print(json.dumps(content, ensure_ascii=False))
     else:
         print_comparison(comparison, Console())
     try:
-        write_json(this / COMPARE, comparison)
+        write_json(this / COMPARE, content)
         report = write_report(this) if (this / NAME).is_file() else None
     except (OSError, UserError) as error:
         why = f"{this / COMPARE}: {error.strerror}" if isinstance(error, OSError) else error

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from perl.base.files import target, typed
+from perl.base.files import target
 from perl.base.paths import user_path
 from perl.evaluation.compare import compare
-from perl.reports.comparisons import Comparison
 from perl.reports.page import NAME, write_page
 from perl.reports.sources import Material, read_material, untrained_like
 
@@ -37,8 +36,8 @@ def compared(material: Material) -> Material:
         before = untrained_like(run, runs)
         if before is None or run.comparison:
             continue
-        content = compare(runs[before].folder, run.folder, flags=("DIR", "DIR"))
-        datasets = {scored.dataset for scored in run.scored}
-        content["datasets"] = {name: entry for name, entry in content["datasets"].items() if name in datasets}
-        runs[index] = replace(run, comparison=typed(content, Comparison))
+        comparison = compare(runs[before].folder, run.folder, flags=("DIR", "DIR"))
+        shown = {scored.dataset for scored in run.scored}
+        datasets = {name: paired for name, paired in comparison.datasets.items() if name in shown}
+        runs[index] = replace(run, comparison=replace(comparison, datasets=datasets))
     return replace(material, runs=runs)

@@ -11,6 +11,7 @@ from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.base.provenance import provenance
 from perl.evaluation.compare import compare, verdict
+from perl.scoring.comparison import Difference
 from perl.scoring.statistics import paired_difference
 from tests.results import record, summary, sweep
 
@@ -58,7 +59,7 @@ def test_equal_answers_still_leave_room_for_a_difference():
     assert found.value == 0
     assert -found.low == found.high == pytest.approx(1 - 0.025**0.01)
     assert (found.detectable, found.verdict) == (0.06, "none")
-    words = verdict(found._asdict(), 100)
+    words = verdict(Difference(other=0.5, this=0.5, **found._asdict()), 100)
     assert words == "no difference that 100 problems could show: they would show 6.0 points"
 
 
@@ -69,34 +70,31 @@ def test_only_what_both_have_is_compared(tmp_path):
     before = write_results(tmp_path / "a", {key: [0.0, 1.0, 1.0, 1.0] for key in keys})
     solved = {key: [1.0, 1.0] for key in keys[:7]}
     after = write_results(tmp_path / "b", {**solved, keys[7]: [0.0, 1.0], keys[9]: [1.0]})
-    found = compare(before, after)
-    entry = found["datasets"]["gsm8k"]
-    assert (entry["problems"], entry["n"], entry["left_out"]) == (8, 2, 2)
-    accuracy = entry["metrics"]["avg@2"]
-    assert (accuracy["other"], accuracy["this"], accuracy["value"]) == (0.5, 0.9375, 0.4375)
-    assert accuracy["verdict"] == "better"
-    assert entry["metrics"]["pass@2"]["value"] == 0
-    assert entry["metrics"]["pass@2"]["verdict"] == "none"
-    assert list(entry["metrics"]) == ["avg@2", "pass@2"]
-    assert entry["changed"] == {key: [0.5, 1.0] for key in keys[:7]}
-    reverse = compare(after, before)["datasets"]["gsm8k"]["metrics"]["avg@2"]
-    assert (reverse["value"], reverse["verdict"]) == (-0.4375, "worse")
+    paired = compare(before, after).datasets["gsm8k"]
+    assert (paired.problems, paired.n, paired.left_out) == (8, 2, 2)
+    accuracy, passed = paired.metrics["avg@2"], paired.metrics["pass@2"]
+    assert (accuracy.other, accuracy.this, accuracy.value, accuracy.verdict) == (0.5, 0.9375, 0.4375, "better")
+    assert (passed.value, passed.verdict) == (0, "none")
+    assert list(paired.metrics) == ["avg@2", "pass@2"]
+    assert paired.changed == dict.fromkeys(keys[:7], (0.5, 1.0))
+    reverse = compare(after, before).datasets["gsm8k"].metrics["avg@2"]
+    assert (reverse.value, reverse.verdict) == (-0.4375, "worse")
 
 
 def test_problems_that_got_more_samples_since_are_compared_by_those_of_the_summary(tmp_path):
     """The first has a summary of one sample each; going on to two was interrupted after one problem."""
     before = write_results(tmp_path / "a", {"a": [0.0, 0.0], "b": [0.0], "c": [0.0]}, n=1)
     after = write_results(tmp_path / "b", {key: [1.0, 1.0] for key in "abc"}, n=2)
-    entry = compare(before, after)["datasets"]["gsm8k"]
-    assert (entry["problems"], entry["n"], entry["left_out"]) == (3, 1, 0)
+    paired = compare(before, after).datasets["gsm8k"]
+    assert (paired.problems, paired.n, paired.left_out) == (3, 1, 0)
 
 
 def test_a_base_serves_no_adapter_and_so_does_not_differ_in_how(tmp_path):
     base = write_results(tmp_path / "base", {"a": [1.0]}, adapter_mode=None)
     merged = write_results(tmp_path / "run", {"a": [1.0]}, adapter_mode="merge")
     unmerged = write_results(tmp_path / "lora", {"a": [1.0]}, adapter_mode="lora")
-    assert compare(base, merged)["differs"] == []
-    assert [d["name"] for d in compare(merged, unmerged)["differs"]] == ["adapter_mode"]
+    assert compare(base, merged).differs == []
+    assert [d["name"] for d in compare(merged, unmerged).differs] == ["adapter_mode"]
 
 
 def test_what_differs_besides_the_model_is_named(tmp_path, capsys):
@@ -193,7 +191,7 @@ def test_prompts_that_a_template_words_by_the_day_are_named(tmp_path):
         (tmp_path / name / "gsm8k").mkdir(parents=True)
         (tmp_path / name / "gsm8k" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (tmp_path / name / "gsm8k" / "summary.json").write_text(json.dumps(summary(lines, 1)))
-    (named,) = compare(tmp_path / "other", tmp_path / "this")["differs"]
+    (named,) = compare(tmp_path / "other", tmp_path / "this").differs
     assert named["name"] == "prompts of 7 problems"
     assert (named["other"], named["this"]) == (" Today is November 23.", " Today is November 24.")
 
@@ -209,4 +207,4 @@ def test_a_young_adapter_that_is_computed_in_float32_is_named(tmp_path, device, 
     merged = {"dtype": "float32", "note": "would lose 80% of it: written in float32"}
     write_results(tmp_path / "this", scores, dtype="auto", generation=generation, merge=merged, model="other",
                   base_hash="other")  # fmt: skip
-    assert [each["name"] for each in compare(tmp_path / "other", tmp_path / "this")["differs"]] == named
+    assert [each["name"] for each in compare(tmp_path / "other", tmp_path / "this").differs] == named

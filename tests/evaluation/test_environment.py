@@ -164,8 +164,8 @@ def test_an_interrupted_one_goes_on_without_asking_again(scored, config, made, t
     assert len((made / "calls").read_text()) <= sum(len(message["tool_calls"]) for message in turns)
     evaluate(replace(config, result_dir=str(tmp_path)))
     comparison = compare(scored, tmp_path)
-    assert comparison["datasets"]["sums"]["changed"] == {}
-    assert comparison["differs"] == []
+    assert comparison.datasets["sums"].changed == {}
+    assert comparison.differs == []
     before = read(tmp_path)
     rescore(EvalConfig(model="", dataset="", result_dir=str(tmp_path), rescore=True))
     assert read(tmp_path) == before

@@ -223,7 +223,7 @@ def test_each_is_scored_and_tells_what_it_is(scored, settings, tmp_path):
     texts = {name: [row["completion"] for row in read(folder).values()] for name, folder in scored.items()}
     assert len({tuple(each) for each in texts.values()}) == 3
     compared = compare(scored["none"], scored["int8"])
-    assert compared["differs"] == [{"name": "quantization", "other": None, "this": "int8"}]
+    assert compared.differs == [{"name": "quantization", "other": None, "this": "int8"}]
     evaluate(
         replace(
             settings, adapter=[str(scored["int4"].parent / "adapter")], quantization="int4", result_dir=str(tmp_path)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def folder(tmp_path) -> Path:
         write_lines(tmp_path / target / "samples.jsonl", ROWS)
         write(tmp_path / target / "summary.json", SUMMARY)
     write(tmp_path / "sweep" / "sweep.json", sweep("checkpoint-5"))
-    write_json(tmp_path / "b" / "compare.json", compare(tmp_path / "a", tmp_path / "b"))
+    write_json(tmp_path / "b" / "compare.json", asdict(compare(tmp_path / "a", tmp_path / "b")))
     write_training(tmp_path / "run", TRAINED)
     return tmp_path
 
@@ -158,7 +159,7 @@ def test_summary(folder, caplog):
         tried.report(folder / "b")
         compared = tried.answer(lambda: compare(folder / "a", folder / "b", flags=("A", "B")))
         if compared:
-            write_json(folder / "compare.json", compared)
+            write_json(folder / "compare.json", asdict(compared))
     assert any("Expected `float`, got `null` - at `$.metrics[...].value`" in line for line in tried.lines)
     assert any("missing required field `mean_tokens`" in line for line in tried.lines)
 

@@ -18,10 +18,10 @@ from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.reports import charts, embed, figures
 from perl.reports.charts import Bars, Line
-from perl.reports.comparisons import read_comparison
 from perl.reports.page import SAMPLES_SCRIPTS, STEPS_SCRIPTS, adapter_name, asset, document, write_report
 from perl.reports.results import read_runs
 from perl.reports.svg import Scale, ticks
+from perl.scoring.comparison import read_comparison
 from tests.reports.conftest import record, write_results
 from tests.results import sweep
 

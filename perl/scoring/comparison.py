@@ -1,10 +1,11 @@
-"""compare.json, as perl.evaluation.compare describes it: read, and trusted only as far as it fits the samples."""
+"""compare.json, a Comparison: read, and trusted only as far as it fits the samples."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -13,7 +14,7 @@ from msgspec import Meta
 
 from perl.base.errors import one_line
 from perl.base.files import typed
-from perl.scoring.results import COMPARE, Count, SampleRecord, Share, same_models, samples_hash
+from perl.scoring.results import COMPARE, MODEL, Count, SampleRecord, Share, same_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,9 @@ class Paired:
     left_out: Count
     """Problems that only one of the two has whole."""
     samples_hash: str
+    """Of `this` one's samples: after a change of them the comparison is another's."""
     metrics: Annotated[dict[str, Difference], Meta(min_length=1)]
-    """The first is the mean score's."""
+    """The first is the mean score's; those that say the same as another are left out."""
     changed: dict[str, tuple[Share, Share]]
     """(other, this) mean score of each problem in which they differ, by key."""
 
@@ -80,6 +82,7 @@ class Setting(TypedDict):
     """One that differs."""
 
     name: str
+    """With the datasets where it is not all."""
     other: Any
     this: Any
 
@@ -88,15 +91,18 @@ class Setting(TypedDict):
 class Comparison:
     """One run compared with another evaluation."""
 
-    other: Scorer
     this: Scorer
+    """On the first dataset, as is `other`."""
+    other: Scorer
     differs: list[Setting]
     """What besides the model differs."""
     datasets: dict[str, Paired]
 
     @property
     def same_model(self) -> bool:
-        return same_models(self.other, self.this, self.differs)
+        """On each of the datasets."""
+        named = {each["name"].partition(" (")[0] for each in self.differs}
+        return same_model(self.other, self.this) and named.isdisjoint(MODEL)
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
@@ -107,6 +113,15 @@ class Comparison:
 def short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def samples_hash(records: Iterable[SampleRecord]) -> str:
+    """16 hexadecimal digits of what a comparison reads of samples.jsonl (key, sample, score, extracted answer), in
+    whatever order the records stand. Of two records of one sample the first counts, as everywhere."""
+    read: dict[tuple[str, int], Any] = {}
+    for record in records:
+        read.setdefault((record["key"], record["sample"]), [record["score"], record["extracted"]])
+    return hashlib.blake2b(json.dumps(sorted(read.items())).encode(), digest_size=8).hexdigest()
 
 
 def read_comparison(folder: Path, records: Mapping[str, Sequence[SampleRecord]]) -> Comparison | None:
