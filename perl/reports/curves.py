@@ -144,15 +144,6 @@ def read_curves(path: Path, flag: str) -> Curves:
     raise UserError(f"{flag} {path}: no log of a training that is known here; known: {', '.join(READERS)} logs")
 
 
-def is_training(path: Path) -> bool:
-    """Whether one of READERS knows what is there."""
-    try:
-        read_curves(path, "")
-    except UserError:
-        return False
-    return True
-
-
 def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]], updates: int | None = None) -> Curves:
     """Curves out of what a file says.
 

@@ -19,7 +19,7 @@ from perl.base.paths import user_path
 from perl.evaluation.compare import compare, print_comparison
 from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words
 from perl.reports.agreement_page import write_agreement
-from perl.reports.curves import READERS, is_training, read_curves
+from perl.reports.curves import READERS, read_curves
 from perl.reports.page import NAME, write_report
 from perl.scoring.results import COMPARE, SAMPLES, SWEEP
 
@@ -73,8 +73,8 @@ def compare_evaluations(args: argparse.Namespace, a: list[Path], b: list[Path]) 
         raise UserError(f"--{flag} is for trainings, and these are evaluations; leave it out")
     other, this = a[0], b[0]
     for flag, path in (("A", other), ("B", this)):
-        if not is_evaluation(path) and is_training(path):
-            raise UserError(f"{flag} {path}: is a training, and the other one an evaluation; write two of one kind")
+        if path.exists() and not is_evaluation(path):
+            raise UserError(f"{flag} {path}: is no evaluation, and the other one is; write two of one kind")
     comparison = compare(other, this, flags=("A", "B"))
     content = asdict(comparison)
     if args.json:

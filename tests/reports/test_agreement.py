@@ -252,8 +252,8 @@ def test_mistakes_are_one_line(tmp_path):
         ([run, other, "--window", "3"], r"share no steps"),
         ([run, other, "--reward_limit", "0"], r"^--reward_limit 0: write a fraction above 0"),
         ([run, other, "--output", str(tmp_path / "no" / "page.html")], r"page.html: No such file"),
-        ([str(result), run], r"^B .*run: is a training, and the other one an evaluation"),
-        ([run, str(result)], r"^A .*run: is a training, and the other one an evaluation"),
+        ([str(result), run], r"^B .*run: is no evaluation, and the other one is"),
+        ([run, str(result)], r"^A .*run: is no evaluation, and the other one is"),
         ([str(result), str(result), "--output", "x.html"], r"^--output is for trainings"),
         ([f"{result},{result}", str(result)], r"several folders a side are for trainings"),
     ):
