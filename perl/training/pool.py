@@ -368,6 +368,7 @@ class _Background:
         self._error: str | None = None
         self._closing = False
         self._busy, self._drained, self._tokens = 0.0, 0.0, 0
+        """Seconds that workers drew and drained, and tokens, since they were taken."""
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -389,13 +390,14 @@ class _Background:
         return PoolLost(f"rollout: a piece can't be drawn: {drawn.error}")
 
     def take_metrics(self, elapsed: float) -> dict[str, float]:
+        had = elapsed * len(self.pool.workers)
         with self._changed:
             busy, drained, tokens = self._busy, self._drained, self._tokens
-            self._busy, self._drained, self._tokens = 0.0, 0.0, 0
-        workers = len(self.pool.workers)
+            # What is above all that they had is of a piece that began before, and that interval lacks.
+            self._busy, self._drained, self._tokens = max(0.0, busy - had), 0.0, 0
         return {
-            "pool/workers_idle": max(0.0, 1.0 - busy / (elapsed * workers)),
-            "pool/workers_draining": drained / (elapsed * workers),
+            "pool/workers_idle": max(0.0, 1.0 - busy / had),
+            "pool/workers_draining": drained / had,
             "pool/tokens_per_s": tokens / elapsed,
             "pool/restarts": float(self.pool.restarts),
         }

@@ -156,7 +156,7 @@ class LocalExecutor:
             return {variable: self._ids[index]}
         environment = device.worker_environment(index, self._tp_size)
         if self.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(self.devices.count // self.workers)
+            environment["OMP_NUM_THREADS"] = str(max(1, self.devices.count // self.workers))
         return environment
 
     def start(self, spec: WorkerSpec, deliver: Deliver) -> ProcessLink:

@@ -277,7 +277,7 @@ class WorkerPool:
         for worker in self.workers:
             at_work = worker.link is not None and (worker.held or worker.max_num_seqs is None)
             if at_work and time.monotonic() - worker.heard > self._deadline_s:
-                worker.failure = Failed(f"it said nothing for {self._deadline_s:g} s")
+                worker.failure = Failed(f"it said nothing for --config.rollout.deadline_s {self._deadline_s:g} s")
                 self._on_exit(worker, silent=True)
 
     def _finish(self, request_id: RequestId) -> bool:

@@ -16,7 +16,10 @@ from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
 from perl.records import Weights
 from perl.training.pool import PoolLost, _Background, require_sent
+from perl.workers.local import LocalExecutor
+from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import Drawn, Version
+from perl.workers.worker import EngineJob
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import SUMS, make_trainer, reward_tokens
 
@@ -336,6 +339,20 @@ def test_workers_that_are_refused_are_the_users_mistake(tmp_path, model, monkeyp
     with pytest.raises(UserError, match="executor ray: as Ray's flags are refused") as refused:
         train(model, tmp_path / "run", 1, 0)
     assert refused.value.exit_code == 2
+
+
+def test_workers_that_never_wait_are_shown_idle_before_their_first_piece_alone(tmp_path):
+    """Pieces of 3 s, one ends as the next begins, and rows of the log each 2 s: what a piece had of the row before was
+    lost, so that every third row said 100 %."""
+    background = _Background(WorkerPool(LocalExecutor(1, 1, taken=1), EngineJob("hf", {}), tmp_path))
+    shown = []
+    for second in range(1, 25):
+        if second % 3 == 0:
+            background._count(Drawn((), Version("run", Weights(), ""), "", seconds=3.0))
+        if second % 2 == 0:
+            shown.append(background.take_metrics(2.0)["pool/workers_idle"])
+    background.close()
+    assert shown == [1.0] + [0.0] * 11
 
 
 class Remove(TrainerCallback):

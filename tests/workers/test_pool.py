@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +18,7 @@ from perl.workers import pool as module
 from perl.workers.local import LocalExecutor
 from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.retries import TWICE_ALONE
-from perl.workers.worker import EngineJob, Request, RequestId, WeightsSpec
+from perl.workers.worker import EngineJob, Inbox, Ready, Request, RequestId, WeightsSpec, WorkerEvent
 from tests.workers.poison import POISON, Hook, Late
 
 CONTEXT = 48
@@ -106,3 +109,31 @@ def test_an_engine_that_dies_of_every_row_ends_the_run_and_records_nothing(tiny,
         with pytest.raises(WorkerError, match="all workers died, the last one: killed by SIGKILL"):
             finished.extend(polled(pool))
     assert finished == []
+
+
+class Silent:
+    """A job whose engine is never loaded."""
+
+    unit: ClassVar[str] = "pieces"
+
+    def paths(self, weights: Any) -> list[str]:
+        return []
+
+    def serve(self, weights: Any, inbox: Inbox) -> Iterator[WorkerEvent]:
+        time.sleep(600)
+        yield Ready(1)
+
+
+def test_a_worker_that_is_too_late_at_its_first_start_names_the_flag_that_says_so(tmp_path):
+    with WorkerPool(LocalExecutor(1, 1), Silent(), tmp_path, deadline_s=0.5) as pool:
+        pool.submit(WeightsSpec("none", "auto"), make_requests(1, poisonous=set()))
+        why = r"^the engine of worker 0 did not start: it said nothing for --config\.rollout\.deadline_s 0\.5 s \(log: "
+        with pytest.raises(WorkerError, match=why):
+            list(polled(pool))
+
+
+def test_more_workers_than_cores_have_a_thread_each(monkeypatch):
+    """OMP_NUM_THREADS was 0, which libgomp refuses in each worker's log."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    executor = LocalExecutor(len(os.sched_getaffinity(0)) + 1, 1, taken=1)
+    assert executor.environment(0)["OMP_NUM_THREADS"] == "1"
