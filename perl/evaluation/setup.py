@@ -31,7 +31,7 @@ from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
 from perl.tasks.trained import trained_with
-from perl.workers.conversations import TalkJob, TalkRequest, absolute, identity_of
+from perl.workers.conversations import Talks, identity_of
 from perl.workers.executors import Executor, make_executor
 from perl.workers.worker import EngineJob, Request
 
@@ -255,22 +255,18 @@ DIFFERS: dict[str, Callable[[EvalConfig, dict[str, Any]], str | None]] = {
 """Group of a training's configuration -> how it differs from the evaluation's, in words; None: in nothing."""
 
 
-def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob | TalkJob:
+def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob:
     """What the workers do to complete `samples`."""
     options = engine_options(setup, samples)
     if setup.conversations is None:
         return EngineJob(setup.engine, options)
-    job = EngineJob(setup.engine, options | {"ends": [setup.conversations.template.end]})
-    config = setup.config
-    return TalkJob(
-        job, absolute(config.environment), str(setup.model), setup.context, template_kwargs=config.chat_template_kwargs
-    )
+    template = ChatTemplate(setup.tokenizer, setup.config.chat_template_kwargs)
+    talks = Talks.of(setup.config.environment, template)
+    return EngineJob(setup.engine, options | {"ends": [setup.conversations.template.end]}, talks, setup.context)
 
 
 def request_of(setup: Setup, sample: Sample) -> Request:
-    if setup.conversations is None:
-        return Request(sample.id, sample.prompt)
-    return TalkRequest(sample.id, sample.prompt, row_of_sample(sample))
+    return Request(sample.id, sample.prompt, row_of_sample(sample) if setup.conversations else None)
 
 
 def engine_options(setup: Setup, samples: Collection[Sample]) -> dict[str, Any]:

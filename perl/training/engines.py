@@ -29,7 +29,7 @@ from perl.models.images import has_images
 from perl.prompts import ChatTemplate
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
-from perl.workers.conversations import Talks, absolute, hashes_of
+from perl.workers.conversations import Talks
 from perl.workers.executors import make_executor
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import Copy, RolloutJob
@@ -230,12 +230,8 @@ COPIES: dict[str, Callable[[Drawing, str], Callable[[], Copy]]] = {"fast": _torc
 def _talks(drawing: Drawing) -> Talks | None:
     if drawing.conversations is None:
         return None
-    environment = absolute(drawing.conversations.config)
-    return Talks(
-        environment=environment,
-        hashes=hashes_of(environment),
-        template=ChatTemplate(drawing.processing, drawing.args.chat_template_kwargs),  # type: ignore[arg-type]
-    )
+    template = ChatTemplate(drawing.processing, drawing.args.chat_template_kwargs)  # type: ignore[arg-type]
+    return Talks.of(drawing.conversations.config, template)
 
 
 def _open_pool(drawing: Drawing) -> WorkerPool:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,10 +31,12 @@ from perl import device
 from perl.base.errors import UserError
 from perl.base.redact import hide, hide_secrets_in_logs
 from perl.device import Kind
-from perl.records import Completion, Prompt
+from perl.records import Completion, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from perl.engines import LoadedEngine
+    from perl.environments.conversation import Conversations
+    from perl.workers.conversations import Talks
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,19 @@ WORKING_S = 1.0
 """So often a worker tells at most that it is at work."""
 FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 """Signals that a terminal or a scheduler sends to all processes. The parent ends its workers, by their pipes."""
-Complete = Callable[[Iterable[Any]], Iterator[tuple[int, Completion]]]
 RequestId = tuple[str | int, ...]
 """The prompt, and last which of its completions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A completion to make."""
+    """A completion to make, or a conversation to have."""
 
     id: RequestId
     prompt: Prompt
+    row: dict[str, Any] | None = None
+    """What the environment's reset gets; the id then ends with the problem's key and which of its conversations it is.
+    None: no environment."""
 
     @property
     def prompt_id(self) -> RequestId:
@@ -92,7 +96,8 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """An engine of ENGINES completes each request by itself."""
+    """An engine of ENGINES completes each request by itself, or draws the turns of its conversation. Between requests
+    of different weights it runs empty and gets the others; where it can't take them, a Restart is the last event."""
 
     unit: ClassVar[str] = "rows"
 
@@ -100,20 +105,45 @@ class EngineJob:
     """Key of ENGINES."""
     options: dict[str, Any]
     """Keyword arguments of the engine's builder, but for the dtype."""
+    talks: Talks | None = None
+    """With an environment."""
+    context: int | None = None
+    """Most tokens of a conversation; None: any number."""
 
     def paths(self, weights: WeightsSpec) -> list[str]:
-        return [weights.model, *self.options.get("adapters", ())]
-
-    def build(self, weights: WeightsSpec) -> LoadedEngine:
-        from perl.engines import ENGINES
-
-        return ENGINES[self.engine](weights.model, dtype=weights.dtype, **self.options)
+        return [weights.model, *self.options.get("adapters", ()), *(self.talks.paths if self.talks else ())]
 
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
-        engine = self.build(weights)
-        yield Ready(engine.max_num_seqs)
-        yield from completed(engine, weights, inbox)
-        engine.close()
+        from perl.engines import ENGINES
+
+        with contextlib.nullcontext() if self.talks is None else self.talks.opened() as conversations:
+            engine = ENGINES[self.engine](weights.model, dtype=weights.dtype, **self.options)
+            yield Ready(engine.max_num_seqs)
+            computed_in(weights)
+            while (needed := inbox.next_weights(wait=True)) is not None:
+                if needed != weights and (reason := replace_weights(engine, weights, needed)):
+                    yield Restart(needed, reason)
+                    break
+                weights = needed
+                feed = InboxFeed(inbox, weights)
+                for position, completion in self._stream(engine, conversations, feed):
+                    yield feed.result(position, completion, engine.max_num_seqs)
+            engine.close()
+
+    def _stream(
+        self, engine: LoadedEngine, conversations: Conversations | None, feed: InboxFeed
+    ) -> Iterator[tuple[int, Completion]]:
+        """As `Engine.stream` has it."""
+        if conversations is None:
+            return engine.stream(None if each is None else each.prompt for each in feed)
+        from perl.environments.scored import converse, trajectory_of
+
+        def row(request: Request) -> Trajectory:
+            key, sample = request.id[-2:]
+            assert request.row is not None
+            return trajectory_of(request.prompt, str(key), int(sample), request.row, self.context)
+
+        return converse(conversations, engine, (None if each is None else row(each) for each in feed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,31 +274,6 @@ def require_device(wanted: Kind, detected: Kind) -> None:
         )
 
 
-def completed(
-    engine: LoadedEngine, weights: WeightsSpec, inbox: Inbox, complete: Complete | None = None
-) -> Iterator[Result | Restart]:
-    """Put requests through the engine, which holds `weights`, as they come. Between those of different weights the
-    engine runs empty and gets the others; where it can't take them, a Restart is the last thing that comes.
-
-    Args:
-        complete: how, as `Engine.stream` has it; None: the engine completes each one's prompt.
-    """
-
-    def by_prompt(feed: Iterable[Any]) -> Iterator[tuple[int, Completion]]:
-        return engine.stream(None if request is None else request.prompt for request in feed)
-
-    complete = complete or by_prompt
-    computed_in(weights)
-    while (needed := inbox.next_weights(wait=True)) is not None:
-        if needed != weights and (reason := replace_weights(engine, weights, needed)):
-            yield Restart(needed, reason)
-            return
-        weights = needed
-        feed = InboxFeed(inbox, weights)
-        for position, completion in complete(feed):
-            yield feed.result(position, completion, engine.max_num_seqs)
-
-
 def replace_weights(engine: LoadedEngine, held: WeightsSpec, needed: WeightsSpec) -> str | None:
     """Put the weights `needed` into the engine, but for adapters, which it serves alongside them. Returns why that
     can't be, or None when it is done."""
@@ -363,7 +368,7 @@ class InboxFeed:
     def __iter__(self) -> InboxFeed:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Request | None:
         needed = self._inbox.next_weights(wait=not self._under_way)
         if needed is None and not self._inbox.ended:
             return None

@@ -18,7 +18,7 @@ from perl.config.schema import EnvironmentConfig, NoiseConfig
 from perl.models.folders import load_model
 from perl.prompts import ChatTemplate
 from perl.training.batch import Batch
-from perl.workers.conversations import opened
+from perl.workers.conversations import Talks
 from tests.environments.calling import calling_tokenizer, save_calling
 from tests.ranks import leave
 from tests.trainers import SUMS, kept_batches, make_trainer, reward_tokens
@@ -117,7 +117,8 @@ def train(
     model.name_or_path = str(place / "model")
     fixed: dict[str, Any] = {"max_completion_length": 64, "max_steps": 3, "prompts": SUMS, "noise": NOISE}
     fixed |= {"per_device_train_batch_size": 8, "engine": "fast", "rewards": [reward]}
-    with opened(EnvironmentConfig(max_turns=3, **named), ChatTemplate(tokenizer)) as conversations:
+    talks = Talks.of(EnvironmentConfig(max_turns=3, **named), ChatTemplate(tokenizer))
+    with talks.opened() as conversations:
         trainer = make_trainer(
             folder, model=model, tokenizer=tokenizer, conversations=conversations, rollout=rollout, **fixed | settings
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,12 +16,15 @@ from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig, parse
 from perl.config.schema import EnvironmentConfig
 from perl.evaluation.compare import compare
+from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.rescore import rescore
 from perl.evaluation.run import evaluate
+from perl.evaluation.setup import Setup, make_job
 from perl.records import Grade
 from perl.reports.embed import turns_of
 from perl.reports.page import write_report
 from perl.scoring.samples import rewarded
+from perl.workers.worker import Ready, WeightsSpec
 from tests.environments.calling import calling_model, calling_tokenizer, save_calling
 from tests.evaluation.conftest import Records, read
 
@@ -228,6 +232,21 @@ def test_an_environment_that_hangs_fails_its_samples_alone(config, made, tmp_pat
     assert summary["not_generated"] == 2
     errors = {record["error"] for record in read(tmp_path).values()}
     assert errors == {"no answer within 0.2 s (environment.tool_timeout_s)"}
+
+
+def test_a_worker_that_starts_later_does_not_take_other_tools(config, tmp_path):
+    """A user goes on writing the file while rows are scored."""
+    tools = tmp_path / "tools.py"
+    tools.write_text(TOOLS)
+    setup = Setup.of(replace(config, environment=EnvironmentConfig(tools=[f"{tools}:add"])))
+    (problem_set,) = load_problem_sets(setup.config, setup.template)
+    job = pickle.loads(pickle.dumps(make_job(setup, problem_set.samples)))
+    weights, inbox = WeightsSpec(str(setup.model), "auto"), None  # which has a part in what comes after Ready alone
+    assert str(tools) in job.paths(weights)
+    assert isinstance(next(job.serve(weights, inbox)), Ready)
+    tools.write_text(TOOLS.replace("a + b", "a - b"))
+    with pytest.raises(UserError, match=f"{tools} is not what it was when the workers began"):
+        next(job.serve(weights, inbox))
 
 
 @pytest.mark.vllm

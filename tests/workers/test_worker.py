@@ -16,13 +16,15 @@ from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
 from perl.records import Prompt, Sampling
 from perl.workers.worker import (
+    EngineJob,
     Inbox,
+    Ready,
     Request,
     RequestBatch,
     Restart,
     Result,
     WeightsSpec,
-    completed,
+    WorkerEvent,
     computed_in,
     replace_weights,
 )
@@ -58,16 +60,15 @@ def models(tmp_path_factory) -> list[Path]:
     return [base, folder / "merged_a", folder / "merged_b"]
 
 
-def through_worker(weights: list[WeightsSpec]) -> list[Result | Restart]:
+def through_worker(weights: list[WeightsSpec]) -> list[WorkerEvent]:
     """All requests with each weights in turn, everything sent at the beginning."""
     ours, theirs = Pipe()
     inbox = Inbox(theirs)
     for place, needed in enumerate(weights):
         ours.send(RequestBatch(needed, [Request((place, i), prompt) for i, prompt in enumerate(PROMPTS)]))
     ours.send(None)
-    engine = ENGINES["hf"](weights[0].model, dtype=weights[0].dtype)
-    messages = list(completed(engine, weights[0], inbox))
-    engine.close()
+    ready, *messages = EngineJob("hf", {}).serve(weights[0], inbox)
+    assert isinstance(ready, Ready)
     KEPT.append(ours)
     return messages
 
