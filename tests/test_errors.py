@@ -209,3 +209,14 @@ def test_another_missing_library_keeps_its_traceback(tmp_path):
     )
     assert done.stderr.splitlines()[-1] == "KeyError: 'a defect of ours'"
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("raised", "code"), [("", 0), ("raise UserError('wrong')", 2)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_changes_no_exit_code(closed, raised, code):
+    """A run was made and saved, and ended with a traceback."""
+    script = (
+        f"from perl.base.errors import UserError, report_errors\nwith report_errors():\n    print('ok')\n    {raised}"
+    )
+    words = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, script]
+    assert subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120).returncode == code

@@ -16,7 +16,15 @@ from rich.console import Console
 
 from perl.__main__ import main
 from perl.base.errors import UserError
-from perl.base.files import atomic_write, open_lock, read_json, write_json
+from perl.base.files import (
+    _may_have_open,
+    atomic_write,
+    lock_now,
+    open_lock,
+    process_that_holds,
+    read_json,
+    write_json,
+)
 from perl.evaluation.store import locked
 from perl.models.folders import copy_side_files
 from perl.reports.sources import find, is_result_dir
@@ -214,6 +222,18 @@ def test_of_two_writers_of_one_file_the_last_one_counts_whole(tmp_path):
         assert file.read_text() == "B"
     assert file.read_text() == "A" * 20
     assert [path.name for path in tmp_path.iterdir()] == ["row"]
+
+
+def test_a_lock_is_held_by_who_has_that_file_open(tmp_path):
+    """/proc/locks names a file by its inode, which a file of another disk can have too."""
+    with open_lock(tmp_path / "_lock") as lock:
+        lock_now(lock)
+        assert process_that_holds(tmp_path / "_lock") == os.getpid()
+        here = (tmp_path / "_lock").stat()
+        elsewhere = os.stat_result([here.st_mode, here.st_ino, here.st_dev + 1, *here[3:10]])
+        assert _may_have_open(str(os.getpid()), here)
+        assert not _may_have_open(str(os.getpid()), elsewhere)
+    assert process_that_holds(tmp_path / "_lock") is None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])

@@ -160,6 +160,9 @@ def report_errors() -> Iterator[None]:
     SIGPIPE. What is not caught keeps its traceback, without secrets; where native code crashes, stderr has the Python
     stack of each thread.
     """
+    for name in ("stdout", "stderr"):  # None where it is closed (`>&-`)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     hide_secrets_in_tracebacks()
     if not faulthandler.is_enabled():
         faulthandler.enable(2)

@@ -286,8 +286,24 @@ def holder_of(lock: IO[bytes]) -> str:
 def process_that_holds(lock: Path) -> int | None:
     """The process of this machine that has the flock on this file, which is not touched; None: none is known."""
     with contextlib.suppress(OSError):
-        inode = f":{lock.stat().st_ino}"
+        file = lock.stat()
         for entry in map(str.split, Path("/proc/locks").read_text().splitlines()):
-            if entry[1] == "FLOCK" and entry[5].endswith(inode) and entry[4] != "0":
+            held = entry[1] == "FLOCK" and entry[5].endswith(f":{file.st_ino}") and entry[4] != "0"
+            if held and _may_have_open(entry[4], file):
                 return int(entry[4])
     return None
+
+
+def _may_have_open(process: str, file: os.stat_result) -> bool:
+    """False where it surely has not: a file of another disk can have the same inode, and /proc/locks names disks by
+    numbers that btrfs and overlayfs do not have in a stat. A process of another user, and one that has left its lock
+    to a child, can't be asked."""
+    try:
+        opened = list(Path("/proc", process, "fd").iterdir())
+    except OSError:
+        return True
+    for descriptor in opened:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(descriptor.stat(), file):
+                return True
+    return False

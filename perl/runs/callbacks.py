@@ -116,14 +116,15 @@ def validation_scores(logs: dict[str, Any]) -> list[str]:
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM, as a scheduler sends it, or SIGINT: the step under way is finished, a checkpoint saved, and the
-    training ends. It is enough that one process gets the signal.
+    """On SIGTERM, as a scheduler sends it, SIGINT, or SIGHUP of a terminal that is gone (nohup has it ignored): the
+    step under way is finished, a checkpoint saved, and the training ends. It is enough that one process gets the
+    signal.
 
     A context manager, entered before the folder is made: until the training begins, and at a second signal, the
     signal raises Stopped where it arrives.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     REPEAT_S = 1.0
     """Two signals within this time are one: a launcher passes on what the terminal has already sent to all."""
 
@@ -137,7 +138,9 @@ class StopOnSignal(TrainerCallback):
         """Whether the training has made its last step, and its result is being saved."""
 
     def __enter__(self) -> StopOnSignal:
-        self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        heard = [n for n in self.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in heard}
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,6 +152,9 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if number == signal.SIGHUP:
+            for terminal in self._terminals:  # a write to it would fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
         name, now = signal.Signals(number).name, time.monotonic()
         if not self._training:
             raise Stopped(f"{name} before the first step; there was nothing to save", number)

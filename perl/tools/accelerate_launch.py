@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         code = failure.exitcode
     else:
         rank, code = 0, 0
-    if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
+    if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         name = signal.Signals(-code).name
         why = WHY.get(name, "")
         print(f"error: the process of rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)

@@ -2,8 +2,8 @@
 
     python -m perl.tools.supervise RUN_DIR --config_file FILE --num_processes N -m perl.train FLAGS…
 
-SIGTERM and SIGINT go to the training processes themselves, which save a checkpoint and end (StopOnSignal); the launcher
-would have them killed after 30 seconds. A second signal kills all. The exit code is the training processes'.
+SIGTERM, SIGINT and SIGHUP go to the training processes themselves, which save a checkpoint and end (StopOnSignal); the
+launcher would have them killed after 30 seconds. A second signal kills all. The exit code is the training processes'.
 
 Nothing large is imported here: this process lives as long as the training.
 """
@@ -67,7 +67,7 @@ class Screen:
         if self.open:
             try:
                 print(text, end="", flush=True)
-            except BrokenPipeError:
+            except OSError:  # EIO of a terminal that is gone
                 self.open = False
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -105,8 +105,9 @@ class Launcher:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.received, self._at, self.process = 0, 0.0, None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+                signal.signal(number, self.receive)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "perl.tools.accelerate_launch", *argv],
             stdin=subprocess.DEVNULL,

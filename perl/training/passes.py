@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from perl.base.errors import RankError, UserError
+from perl.base.errors import RunError, UserError
 from perl.config.derived import batches_ahead, correction_of
 from perl.device import to_device
 from perl.engines.base import evaluation_mode
@@ -312,9 +312,11 @@ class SamplerCheck:
             device=processes.device,
         )
         apart, known = difference(compared.sampler, trainer, drawn)
-        total, count = processes.added_up([apart.abs().sum().item(), float(known.sum())])
+        lost = drawn & compared.sampler.isnan() & ~trainer.isnan()
+        total, count, lost = processes.added_up([apart.abs().sum().item(), float(known.sum()), float(lost.sum())])
         apart_by = total / count if count else None
         self.tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
+        require_numbers(int(lost), workers=engine.remote)
         require_same_policy(apart_by, self.tolerance, workers=engine.remote, quantised=self.quantised)
         if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
@@ -332,7 +334,7 @@ class SamplerCheck:
             batch.sampler = trainer.masked_fill(~known, math.nan)
 
     def _require_adapter(self, few: Batch, trainer: torch.Tensor, drawn: torch.Tensor, apart_by: float) -> None:
-        """Raise a RankError where a worker draws as without the adapter that it was sent, or as with two of it: see
+        """Raise a RunError where a worker draws as without the adapter that it was sent, or as with two of it: see
         SHARE. Of a row by itself too, as another worker may have drawn it. Every process must come here.
 
         Args:
@@ -361,7 +363,7 @@ class SamplerCheck:
         if missing or doubled:
             off = missing >= doubled
             to, why = ("without", "off") if off else ("of twice", "merged twice")
-            raise RankError(
+            raise RunError(
                 "rollout: a worker holds the policy that it was sent, and does not draw with it: its log-probabilities"
                 f" are {apart_by:.2g} nats from the trainer's, {max(missing, doubled)}% of the way to those {to} the"
                 f" adapter, which is {why}, or a cache is the base's; --config.rollout.workers 0 draws in the"
@@ -392,24 +394,35 @@ class SamplerCheck:
             self.metrics.kl("rollout/staleness_kl", clean, now, drawn)
 
 
+def require_numbers(lost: int, workers: bool) -> None:
+    """Raise a RunError where a sampler that gives log-probabilities has NaN for `lost` tokens, where the trainer has
+    numbers: its device, or what it computes with, is broken."""
+    if lost:
+        raise RunError(
+            f"rollout: {'a worker' if workers else 'the sampler'} computes no numbers: {lost} log-probabilities are NaN"
+            " where the trainer's are not; look at its device and its log, --config.rollout.workers 0 and"
+            " --config.rollout.engine fast draw with the trainer's own model"
+        )
+
+
 def require_same_policy(apart: float | None, allowed: float, workers: bool = False, quantised: bool = False) -> None:
-    """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
+    """Raise a RunError where completions do not come from the policy that is trained, their log-probabilities being
     more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing
     and looks healthy. `workers` have drawn them, which hold what they were sent (perl.training.pool.require_sent)."""
     if apart is None or apart <= allowed:
         return
     by = f"its log-probabilities are {apart:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding"
     if quantised:
-        raise RankError(
+        raise RunError(
             f"rollout: the sampler's quantised base is too far from the trainer's, or it does not draw with the policy"
             f" that is trained: {by}; --config.rollout.quantization int8 is nearer, none draws with the base as it is"
         )
     if workers:
-        raise RankError(
+        raise RunError(
             f"rollout: a worker holds the policy that it was sent, and does not draw with it: {by}; its adapter is off"
             " or merged twice, or its cache is another policy's; --config.rollout.workers 0 draws in the trainer"
         )
-    raise RankError(
+    raise RunError(
         f"rollout: the sampler does not run the policy that is trained: {by}; --config.rollout.engine generate samples"
         " with the trainer's own model, --config.rollout.merge_adapter false with the adapter unmerged"
     )

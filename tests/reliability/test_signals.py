@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM in each phase of a run, and a clock that is set back."""
+"""Ctrl-C, SIGTERM and SIGHUP in each phase of a run, and a clock that is set back."""
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -15,7 +16,7 @@ from perl.tools import fetch
 from perl.train import main
 from tests.reliability.place import Place, originals
 
-NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
+NUMBERS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 PHASES = {
     "rollout": "perl.engines.torch_policy.TorchPolicyEngine.stream",
     "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
@@ -53,7 +54,9 @@ def signalled(monkeypatch, function: str, number: int, call: int = 1) -> None:
     monkeypatch.setattr(locate(owner), name, wrapped)
 
 
-@pytest.mark.parametrize("sign", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sign", ["SIGTERM", *(pytest.param(sign, marks=pytest.mark.slow) for sign in ("SIGINT", "SIGHUP"))]
+)
 def test_a_signal_while_the_model_is_loaded(sign, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     signalled(monkeypatch, "perl.training.grpo.load_model", signal.Signals[sign])
@@ -94,6 +97,30 @@ def test_a_signal_ends_the_step_and_saves_it(phase, sign, tmp_path, monkeypatch,
     )
     assert step in (1, 2)
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_terminal_that_is_gone(tmp_path):
+    """A run in the foreground of it, which prints afterwards: it died without a line and a checkpoint."""
+    master, slave = os.openpty()
+    script = (
+        "import fcntl, sys, termios, time\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "from perl.runs.callbacks import StopOnSignal\n"
+        "with StopOnSignal() as stop:\n"
+        "    stop.on_train_begin(None, None, None)\n"
+        "    print('begun', flush=True)\n"
+        "    while not stop.received: time.sleep(0.01)\n"
+        "    print('a line of progress', file=sys.stdout, flush=True)\n"
+        "    print('a warning', file=sys.stderr, flush=True)\n"
+        "    sys.exit(128 + stop.received)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    )
+    os.close(slave)
+    assert os.read(master, 100).strip() == b"begun"
+    os.close(master)
+    assert process.wait(60) == 129
 
 
 def test_a_signal_while_the_result_is_saved(tmp_path, monkeypatch, capfd):

@@ -1,5 +1,6 @@
 """What stops a run whose worker can't read its policy, or holds it and draws with another (benchmarks.delivery)."""
 
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import GenerationConfig
 
 from perl.adapters.delivery import base_digest, delivered, digest, from_bytes, put_into, to_bytes
-from perl.base.errors import RankError
+from perl.base.errors import RunError
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.device.numerics import Numerics
 from perl.engines.torch_copy import TorchCopy
@@ -67,17 +68,24 @@ def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on(tmp_path):
     assert all("the policy that was sent can't be read" in answer.completion.error for answer in answers)
 
 
-@pytest.mark.parametrize(("pieces", "wrong", "stops"), [(2, 7, True), (2, 0, True), (16, 0, False), (2, None, False)])
-def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pieces, wrong, stops):
+APART = "a worker holds the policy that it was sent, and does not draw with it"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "wrong", "logprob", "stops"),
+    [(2, 7, -1.5, APART), (2, 0, -1.5, APART), (16, 0, -1.5, ""), (2, None, -1.5, ""),
+     (2, 7, math.nan, "a worker computes no numbers: 1 log-probabilities are NaN")],
+)  # fmt: skip
+def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pieces, wrong, logprob, stops):
     """Sixteen rows, of which one piece is 0.5 nats off: with pieces of two, eight rows are compared; with one of
-    sixteen, four. (That of 16 is off in its last row alone, which is not compared.)"""
+    sixteen, four. (That of 16 is off in its last row alone, which is not compared.) NaN stood for "not given"."""
     rows = [
         Trajectory(row={}, position=i, sample=0, prompt_ids=(1,), token_ids=[2], sampled=[True], logprobs=[-1.0])
         for i in range(16)
     ]
     for i in range(16):
         if (pieces == 2 and i // 2 == wrong) or (pieces == 16 and i == 15):
-            rows[i].logprobs = [-1.5]
+            rows[i].logprobs = [logprob]
     asked = []
 
     def logps(policy, some, width):
@@ -95,7 +103,7 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
     )
     batch = Batch.of(rows, torch.device("cpu"), False, 1, True)
     if stops:
-        with pytest.raises(RankError, match="a worker holds the policy that it was sent, and does not draw with it"):
+        with pytest.raises(RunError, match=stops):
             comparison.compare(batch)
     else:
         comparison.compare(batch)
@@ -171,7 +179,7 @@ def test_a_worker_that_never_had_its_adapter_is_found_as_the_adapter_grows():
 
     for steps in range(5):  # below 0.01 nats nothing is said
         check = after(steps)
-    with pytest.raises(RankError, match="100% of the way to those without the adapter"):
+    with pytest.raises(RunError, match="100% of the way to those without the adapter"):
         after(6)
 
 
@@ -188,7 +196,7 @@ def test_a_worker_that_never_had_its_adapter_is_found_as_the_adapter_grows():
     ],
 )
 def test_a_worker_that_draws_without_its_adapter_ends_the_run_within_rounding_too(how, said):
-    with pytest.raises(RankError, match="does not draw with it") as stopped:
+    with pytest.raises(RunError, match="does not draw with it") as stopped:
         rounded(**how)
     assert said in str(stopped.value)
 

@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from perl.base.errors import RankError, UserError, say_once
+from perl.base.errors import RunError, UserError, say_once
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines import vllm_sync
 from perl.engines.vllm import ENVIRONMENT
@@ -69,7 +69,7 @@ def until_stopped(trainer: Any) -> dict[str, Any]:
     error = None
     try:
         trainer.train()
-    except RankError as caught:
+    except RunError as caught:
         error = str(caught)
     return {"error": error, "steps": trainer.state.global_step, "mismatch": mismatches(trainer)}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from perl.base.errors import RankError, say_once
+from perl.base.errors import RunError, say_once
 from perl.records import Trajectory, Weights
 from perl.training.loss import LossInputs, LossOutputs, Measured
 from perl.training.metrics import Metrics
@@ -100,7 +100,7 @@ def test_another_policy_is_refused_and_rounding_is_not():
     require_same_policy(None, 1e-3)
     require_same_policy(1e-3, 1e-3)
     for apart in (2e-3, math.nan):
-        with pytest.raises(RankError, match="the sampler does not run the policy that is trained"):
+        with pytest.raises(RunError, match="the sampler does not run the policy that is trained"):
             require_same_policy(apart, 1e-3)
 
 

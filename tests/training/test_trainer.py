@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
-from perl.base.errors import RankError, UserError, say_once
+from perl.base.errors import RunError, UserError, say_once
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.runs.callbacks import MetricsWriter
 from perl.training.grpo import import_trainer
@@ -320,7 +320,7 @@ def test_a_resumed_run_compares_its_sampler_anew(tmp_path, monkeypatch):
             yield place, replace(completion, logprobs=tuple(number - 1.0 for number in completion.logprobs))
 
     monkeypatch.setattr(type(resumed.step.engine), "stream", another_policys)
-    with pytest.raises(RankError, match="1 nats from the trainer's on average"):
+    with pytest.raises(RunError, match="1 nats from the trainer's on average"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
