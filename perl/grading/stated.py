@@ -153,7 +153,6 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\frac\s*\{", r"\\frac{"),
         (r"\}\s+\{", "}{"),
         (r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}"),
-        (r"\\sqrt\s+\{", r"\\sqrt{"),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z])|\\textdegree", " degrees "),
         (r"\\?%", " percent "),
         (r"\\(?:leqslant|leq|le)(?![a-z])", r"\\le "),

@@ -397,6 +397,21 @@ RIGHT += [
     ("\\infty", B("\\infty")),
     ("\\text{no solution}", B("\\text{No solution}")),
     ("\\text{Yes}", "The answer is: Yes."),
+    ("\\begin{pmatrix}2\\\\-3\\\\1\\end{pmatrix}", B("2\\hat{\\mathbf{i}} - 3\\hat{\\mathbf{j}} + \\hat{\\mathbf{k}}")),
+    ("\\frac{3}{4}", B("\\boldsymbol{\\frac{3}{4}}")),
+    ("\\frac{1}{12}", B("\\frac1{12}")),
+    ("\\frac{12}{5}", B("\\frac{12}5")),
+    ("\\frac{1}{2}", B("\\frac {1}{2}")),
+    ("\\frac{1}{2}", B("\\dfrac{1} {2}")),
+    ("2\\sqrt{a}b", B("2\\sqrt ab")),
+    ("2\\sqrt{3}", B("2\\sqrt {3}")),
+    ("[5,\\infty)", B("x \\geq 5")),
+    ("x \\ne 3", B("x \\neq 3")),
+    ("(-\\infty,5)", B("x \\lt 5")),
+    ("(5,\\infty)", B("x \\gt 5")),
+    ("15.7", B("x \\simeq 15.7")),
+    ("[5,\\infty)", B("[5,+\\infty]")),
+    ("\\{1,2\\}", B("\\lbrace 1, 2 \\rbrace")),
 ]
 
 
@@ -465,6 +480,9 @@ def test_what_a_completion_states(completion, answer):
         ("\\text{The function is even}", "even"),
         ("4210_{\\text{five}}", "4210 [base 5]"),
         ("6.72 \\times 10^{-5}", "0.0000672"),
+        ("2\\mathrm{e}", "2e"),
+        ("\\sqrt3", "\\sqrt{3}"),
+        ("(5, +\\infty)", "(5, \\infty)"),
         ("9" * 40, "9" * 40),
         ("8/0", "8/0"),
     ],
@@ -494,7 +512,7 @@ def test_no_nesting_of_forms_is_slow():
     for depth in range(19):
         bomb = f"({bomb},{depth % 7}) or 2"
     texts = [bomb, *(nested(rng) for _ in range(10_000))]
-    began = time.perf_counter()
+    began = time.process_time()
     for text in texts:
         normalize(text)
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60
