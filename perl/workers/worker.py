@@ -53,7 +53,7 @@ class WeightsSpec:
 
 WORKING_S = 1.0
 """So often a worker tells at most that it is at work."""
-FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a terminal or a scheduler sends to all processes. The parent ends its workers, by their pipes."""
 RequestId = tuple[str | int, ...]
 """The prompt, and last which of its completions."""
