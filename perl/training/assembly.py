@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -35,13 +35,11 @@ from perl.training.stream import PromptStream
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from perl.training.trainer import PerlGRPOTrainer
-
 log = logging.getLogger(__name__)
 
 
 def make_step(
-    trainer: PerlGRPOTrainer, peft_config: Any, generation_kwargs: dict[str, Any], grade_early: GradeEarly | None
+    trainer: Any, peft_config: Any, generation_kwargs: dict[str, Any], grade_early: GradeEarly | None
 ) -> Step:
     """
     Args:
@@ -123,7 +121,7 @@ def end_turns(generation_config: GenerationConfig, token: int, tokenizer: Any) -
         generation_config.eos_token_id = [*ends, token]
 
 
-def _make_passes(trainer: PerlGRPOTrainer, plan: PackingPlan, processes: Processes, max_tokens: int | None) -> Passes:
+def _make_passes(trainer: Any, plan: PackingPlan, processes: Processes, max_tokens: int | None) -> Passes:
     return Passes(
         policy=trainer.policy,
         packed=plan.packed,
@@ -132,13 +130,13 @@ def _make_passes(trainer: PerlGRPOTrainer, plan: PackingPlan, processes: Process
         max_tokens=max_tokens or PASS_TOKENS,
         processes=processes,
         clock=trainer.clock,
-        pad_token_id=int(trainer._tokenizer.pad_token_id),  # type: ignore[arg-type]
+        pad_token_id=int(trainer._tokenizer.pad_token_id),
         image_inputs=lambda row: image_inputs(trainer.processing_class, row.images) if row.images else None,
     )
 
 
 def _make_collector(
-    trainer: PerlGRPOTrainer,
+    trainer: Any,
     engine: PolicyEngine,
     sampling: Sampling,
     grade_early: GradeEarly | None,
@@ -146,11 +144,11 @@ def _make_collector(
 ) -> Collector:
     args, algorithm, conversations = trainer.args, trainer.config.algorithm, trainer.conversations
     per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
-    dynamic, rows, shuffled = algorithm.dynamic_sampling, cast("Any", trainer.train_dataset), trainer.shuffle_dataset
+    dynamic, rows = algorithm.dynamic_sampling, trainer.train_dataset
     epochs = args.num_train_epochs if dynamic and args.max_steps <= 0 else None
     text = functools.partial(decode, trainer.processing_class)
     return Collector(
-        stream=PromptStream(len(rows), per_batch, args.seed, epochs, bool(shuffled)),
+        stream=PromptStream(len(rows), per_batch, args.seed, epochs, trainer.shuffle_dataset),
         rows=rows,
         read=functools.partial(
             read_prompt, tokenizer=trainer._tokenizer, template=trainer.template, data=trainer.config.dataset
@@ -159,7 +157,7 @@ def _make_collector(
         engine=engine,
         sampling=sampling,
         rewards=Rewards(
-            trainer.reward_funcs,  # type: ignore[arg-type]
+            trainer.reward_funcs,
             trainer.reward_func_names,
             trainer.reward_weights,
             decode=text if conversations else None,
@@ -179,14 +177,14 @@ def _make_collector(
     )
 
 
-def _context(trainer: PerlGRPOTrainer) -> int | None:
+def _context(trainer: Any) -> int | None:
     """Tokens of a prompt and all that follows it: what the model was made for, or less where vLLM is given less."""
     made_for = getattr(trainer.policy.bare.config.get_text_config(), "max_position_embeddings", None)
     given = trainer.args.vllm_max_model_length if trainer.args.use_vllm else None
     return min((each for each in (made_for, given) if each is not None), default=None)
 
 
-def _make_critic(trainer: PerlGRPOTrainer, plan: PackingPlan, metrics: Metrics) -> Critic:
+def _make_critic(trainer: Any, plan: PackingPlan, metrics: Metrics) -> Critic:
     config, policy = trainer.config, trainer.policy.bare
     if not plan.packed:
         raise UserError(
