@@ -120,10 +120,16 @@ class Parser(ArgumentParser):
         # A field of the flag's own group first; the critic's fields are named as the policy's, and seldom meant.
         of_group = [known for known in same if known.rpartition(".")[0] == group]
         same = of_group or [known for known in same if not known.startswith("--config.critic.")] or same
-        guess = (nearest(flag, same) or same[0]) if same else nearest(flag, self.known_flags())
+        guess = nearest(flag, same) or same[0] if same else nearest(flag, self._alike(group))
         return f"unknown flag {flag}; " + (
             f"did you mean {guess}?" if guess else f"{self.all_flags} lists the known ones"
         )
+
+    def _alike(self, group: str) -> list[str]:
+        """The flags that one of `group` may be, misspelt: none where no group has such a name, as of another one."""
+        groups = {known.rpartition(".")[0] for known in self.known_flags()}
+        parts, names = group.removeprefix("--config.").split("."), [_last(each) for each in groups]
+        return self.known_flags() if group in groups or any(nearest(part, names) for part in parts) else []
 
 
 def descriptions(kind: type) -> dict[str, str]:

@@ -211,6 +211,12 @@ def test_unknown_flag_names_the_nearest():
     assert "did you mean --config.training.max_steps?" in said
 
 
+def test_a_flag_of_a_group_that_the_program_has_not_is_no_other_misspelt():
+    """perl.sft proposed --config.training.dataloader_num_workers."""
+    with pytest.raises(UserError, match=r"^unknown flag --config\.rollout\.workers; --help all lists the known ones$"):
+        parse_sft(["--config.rollout.workers", "2"])
+
+
 def test_no_abbreviations():
     assert "unknown flag --config.training.max_step;" in message("--config.training.max_step", "3")
 
