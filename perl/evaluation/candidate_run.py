@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perl.base.files import read_json, write_json
-from perl.base.provenance import provenance
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.setup import Setup
 from perl.evaluation.store import Store
 from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
-from perl.scoring.results import SUMMARY, Generation, Summary
-from perl.scoring.summary import grading_of, summarize
+from perl.scoring.results import SUMMARY, Generation, Made, Summary
+from perl.scoring.summary import summary_of
 
 
 @dataclass(eq=False)
@@ -72,20 +71,18 @@ class CandidateRun:
         generation = self.generation
         if (generation is None or self.retries) and file.is_file():  # the speed of the time before stands
             generation = read_json(file, hint="remove it", kind=Summary)["generation"] or generation
-        summary: Summary = {
-            **summarize([store.records[s.key, s.index] for s in problem_set.samples], problem_set.sampling.n),
+        made: Made = {
+            **setup.identity(self.candidate, problem_set),
+            "grading_hash": store.grading_hash,
             "generation": generation,
-            "tasks": list(problem_set.tasks),
             "model": setup.config.model,
             "adapter": str(self.candidate.adapter) if self.candidate.adapter else None,
             "step": self.candidate.step,
             "trained_on": trained_on(self.candidate.adapter or setup.model, problem_set.problems),
-            **setup.identity(self.candidate, problem_set),
             "merge": setup.merge_report(self.candidate),
             "chat_template": setup.tokenizer.chat_template,
-            "grading": grading_of(problem_set.tasks),
-            "grading_hash": store.grading_hash,
-            "provenance": provenance(),
         }
+        records = [store.records[s.key, s.index] for s in problem_set.samples]
+        summary = summary_of(records, problem_set, made)
         write_json(file, summary)
         return summary

@@ -10,6 +10,7 @@ from typing import cast
 
 from rich.console import Console
 
+from perl import device
 from perl.base.errors import UserError
 from perl.config.evaluation import vllm_options
 from perl.engines.vllm import lora_rank
@@ -21,7 +22,7 @@ from perl.evaluation.weights import WeightsAhead, remove_merged
 from perl.records import Completion, Sample
 from perl.scoring.results import Generation
 from perl.workers.pool import WorkerPool
-from perl.workers.worker import RequestId
+from perl.workers.worker import RequestId, WeightsSpec, computed_in
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,9 @@ logger = logging.getLogger(__name__)
 class UnderWay:
     """A run whose samples were submitted."""
 
-    def __init__(self, run: CandidateRun):
+    def __init__(self, run: CandidateRun, weights: WeightsSpec):
         self.run = run
+        self.dtype = computed_in(weights)
         self.remaining = len(run.runnable)
         self.tokens = 0
         self.began = self.ended = time.monotonic()
@@ -56,6 +58,7 @@ class UnderWay:
                 "dp_size": config.dp_size,
                 "tp_size": config.tp_size,
                 **vllm_options(config),
+                **({"dtype": self.dtype} if setup.executor.devices.kind == device.detect().kind else {}),
                 "device": setup.executor.devices.kind,
                 "rows": len(self.run.runnable),
                 "tokens": self.tokens,
@@ -95,7 +98,7 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
             while weights or pool.unfinished:
                 if ready := weights.take(sum(each.remaining > 0 for each in submitted.values())):
                     run, spec = ready
-                    under_way = UnderWay(run)
+                    under_way = UnderWay(run, spec)
                     submitted |= dict.fromkeys(run.stores, under_way)
                     pool.submit(spec, [request_of(setup, sample) for sample in run.runnable])
                 for sample_id, completion in pool.poll(timeout=0.5):

@@ -127,6 +127,8 @@ class Generation(TypedDict):
     gpu_memory_utilization: NotRequired[float]
     """vLLM's, as far as the user has set it, as is `enforce_eager`."""
     enforce_eager: NotRequired[bool]
+    dtype: NotRequired[str]
+    """That was computed in, where Identity's is "auto" too; left out where only the workers' machines know it."""
     device: str
     """Kind of device: cpu, cuda, npu."""
     rows: Count
@@ -224,22 +226,27 @@ class Statistics(TypedDict):
     engines: list[str]
 
 
-class Summary(Statistics, Identity):
-    """summary.json of one dataset."""
+class Made(Identity):
+    """What a summary tells of how its rows were made."""
 
     generation: Generation | None
-    tasks: list[str]
-    """Those that grade the problems, the commonest first."""
     model: str
     adapter: str | None
     step: Count | None
     """Optimizer steps of training; 0 for the base of a sweep, None where nothing tells."""
     trained_on: NotRequired[TrainedOn | None]
     chat_template: str | dict[str, str] | None
-    grading: dict[str, dict[str, Plain | list[str]]]
-    """Each task's rubric."""
     merge: dict[str, Any] | None
     """merge.json."""
+
+
+class Summary(Statistics, Made):
+    """summary.json of one dataset."""
+
+    tasks: list[str]
+    """Those that grade the problems, the commonest first."""
+    grading: dict[str, dict[str, Plain | list[str]]]
+    """Each task's rubric."""
     rescored: NotRequired[Rescored]
     provenance: Provenance
 

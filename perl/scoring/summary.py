@@ -1,16 +1,18 @@
-"""summary.json's numbers, from the records of one dataset."""
+"""summary.json of one dataset, its numbers from the records."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perl.scoring.results import MetricRecord, RuleRecord, SampleRecord, Statistics
+from perl.base.provenance import Provenance, provenance
+from perl.scoring.results import Made, MetricRecord, RuleRecord, SampleRecord, Statistics, Summary
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import (
     Estimate,
@@ -21,11 +23,34 @@ from perl.scoring.statistics import (
 )
 from perl.tasks import TASKS
 
+if TYPE_CHECKING:
+    from perl.scoring.problem_sets import ProblemSet
+
 SAYS_THE_SAME = ("accuracy", "pass@1", "maj@1")
 """As avg@n."""
 _NAMED = re.compile(r"[A-Za-z]{1,3}(?: ?[+-] ?[A-Za-z]{1,3})* = (?P<value>-?\d.*)")
 _WITH_UNIT = re.compile(r"(?P<value>-?[\d./]+) \[(?!base )[^\[\]]+\]")
 """What perl.grading.stated.show writes of a number that is given a name, and of one with a unit."""
+
+
+def summary_of(records: Sequence[SampleRecord], problem_set: ProblemSet, made: Made) -> Summary:
+    """What stands in summary.json, of an evaluation or a validation.
+
+    Args:
+        records: `problem_set.sampling.n` of each problem.
+    """
+    return {
+        **summarize(records, problem_set.sampling.n),
+        **made,
+        "tasks": list(problem_set.tasks),
+        "grading": grading_of(problem_set.tasks),
+        "provenance": _provenance(),
+    }
+
+
+@functools.cache
+def _provenance() -> Provenance:
+    return provenance()  # asks git
 
 
 def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:

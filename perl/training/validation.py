@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 from perl import device
 from perl.base.errors import UserError
 from perl.base.files import SAVING, json_line, read_json, write_json
-from perl.base.provenance import Provenance, provenance, text_hash
+from perl.base.provenance import text_hash
 from perl.engines.base import Engine, PolicyEngine
 from perl.environments.scored import converse, row_of_sample, trajectory_of
 from perl.grading import Grader, rules_hash
@@ -50,13 +50,15 @@ from perl.scoring.results import (
     SUMMARY,
     VALIDATION,
     Best,
+    Generation,
+    Made,
     SampleRecord,
     Summary,
     read_metrics,
 )
 from perl.scoring.samples import record_of, text_of_completion
 from perl.scoring.statistics import best_at_k
-from perl.scoring.summary import grading_of, logged, problem_scores, summarize
+from perl.scoring.summary import logged, problem_scores, summary_of
 from perl.tasks import TASKS
 from perl.training.validation_setup import ValidationSetup
 from perl.workers.conversations import identity_of
@@ -242,23 +244,24 @@ class Validation(TrainerCallback):
         whole = trained if setup.trained == "model" else None
         adapter = None if whole else trained or setup.start
         tokens = sum(record["tokens"] for record in records)
-        return {
-            **summarize(records, problem_set.sampling.n),
+        generation: Generation = {
+            "engine": setup.engine,
+            "executor": "training",
+            "dp_size": self.world_size // setup.tp_size,
+            "tp_size": setup.tp_size,
+            "device": device.detect().kind,
+            "rows": len(records),
+            "tokens": tokens,
+            "start_s": 0.0,
+            "wall_s": round(seconds, 2),
+            "tokens_per_s": round(tokens / seconds, 1),
+            "worker_restarts": 0,
+        }
+        if setup.dtype is not None:
+            generation["dtype"] = setup.dtype
+        made: Made = {
             **problem_set.asked,
-            "generation": {
-                "engine": setup.engine,
-                "executor": "training",
-                "dp_size": self.world_size // setup.tp_size,
-                "tp_size": setup.tp_size,
-                "device": device.detect().kind,
-                "rows": len(records),
-                "tokens": tokens,
-                "start_s": 0.0,
-                "wall_s": round(seconds, 2),
-                "tokens_per_s": round(tokens / seconds, 1),
-                "worker_restarts": 0,
-            },
-            "tasks": list(problem_set.tasks),
+            "generation": generation,
             "model": whole or str(setup.model),
             "adapter": adapter,
             "step": step,
@@ -273,10 +276,9 @@ class Validation(TrainerCallback):
             "environment": identity_of(setup.conversations.config) if setup.conversations else None,
             "merge": None,
             "chat_template": setup.tokenizer.chat_template,
-            "grading": grading_of(problem_set.tasks),
             "grading_hash": rules_hash(),
-            "provenance": _provenance(),
         }
+        return summary_of(records, problem_set, made)
 
     def keep_best(self, step: int, metrics: dict[str, float], save_adapter: Callable[[Path], None]) -> None:
         """Save the adapter as RUN/best where it is better than all before; of equal ones the first stays."""
@@ -385,11 +387,6 @@ def best_so_far(run_dir: Path, metric: str) -> float | None:
         log.warning("%s; the next validation's score is the best", error)
         return None
     return best["value"] if best["metric"] == metric else None
-
-
-@functools.cache
-def _provenance() -> Provenance:
-    return provenance()  # asks git
 
 
 @functools.cache

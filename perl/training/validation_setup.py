@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.adapters import ADAPTERS
+from perl.adapters.none import autocast_dtype
 from perl.base.errors import UserError
 from perl.config.derived import scored_quantizations, validates_by_vllm
 from perl.config.schema import ValidationConfig
@@ -19,7 +20,7 @@ from perl.models import folders
 from perl.models.folders import resolve_model
 from perl.models.images import tokenizer_of
 from perl.prompts import ChatTemplate
-from perl.runs.setup import merged_base
+from perl.runs.setup import merged_base, model_dtype
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.tasks import load_problems
 from perl.tasks.trained import asked_hash
@@ -59,6 +60,8 @@ class ValidationSetup:
     """Of ENGINES, what completes."""
     tp_size: int = 1
     """Processes that share one."""
+    dtype: str | None = None
+    """That it computes in; None: vLLM's, which chooses its own."""
 
 
 def set_up_validation(
@@ -107,7 +110,14 @@ def set_up_validation(
         trained=ADAPTERS[config.peft.type].result,
         engine="vllm" if validates_by_vllm(config) else "hf",
         tp_size=config.training.vllm_tensor_parallel_size if validates_by_vllm(config) else 1,
+        dtype=None if validates_by_vllm(config) else _computed_in(config),
     )
+
+
+def _computed_in(config: Config) -> str:
+    """The dtype: mixed precision's, or that of the base's weights."""
+    mixed = autocast_dtype(config.training)
+    return str(mixed if mixed.itemsize < 4 else model_dtype(config)).removeprefix("torch.")
 
 
 def _problem_set(

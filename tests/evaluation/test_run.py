@@ -85,7 +85,7 @@ def test_summary_agrees_with_its_samples(config, undisturbed, tmp_path):
     assert summary["unextracted"] == sum(r["extracted"] is None for r in rows) / 80
     assert summary["rules"]["strict"] == {"mean": sum(r["scores"]["strict"] for r in rows) / 80, "scored": 80}
     assert summary["mean_tokens"] == sum(r["tokens"] for r in rows) / 80
-    assert summary["generation"]["rows"] == 80
+    assert (summary["generation"]["rows"], summary["generation"]["dtype"]) == (80, "float32")
     assert summary["sampling"]["temperature"] == 1.0
     assert "output the final answer" in summary["styles"]["gsm8k"]["template"]
     assert summary["provenance"]["versions"]["transformers"]

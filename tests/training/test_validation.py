@@ -158,6 +158,7 @@ def test_it_equals_the_evaluator_row_by_row(made, validated, tmp_path):
     assert {name: ours[name] for name in same - {"trained_on"}} == {
         name: summary[name] for name in same - {"trained_on"}
     }
+    assert ours["generation"]["dtype"] == summary["generation"]["dtype"] == "float32"
     assert ours["metrics"]["accuracy"]["value"] == validations(validated)[4]
 
 
