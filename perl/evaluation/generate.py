@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -14,17 +15,23 @@ from perl import device
 from perl.base.errors import UserError
 from perl.config.evaluation import vllm_options
 from perl.engines.vllm import lora_rank
+from perl.environments.scored import row_of_sample
 from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.progress import Progress
 from perl.evaluation.recorder import Recorder
-from perl.evaluation.setup import Setup, make_job, request_of
+from perl.evaluation.setup import Setup
 from perl.evaluation.weights import WeightsAhead, remove_merged
+from perl.prompts import ChatTemplate
 from perl.records import Completion, Sample
 from perl.scoring.results import Generation
+from perl.workers.conversations import Talks
 from perl.workers.pool import WorkerPool
-from perl.workers.worker import RequestId, WeightsSpec, computed_in
+from perl.workers.worker import EngineJob, Request, RequestId, WeightsSpec, computed_in
 
 logger = logging.getLogger(__name__)
+
+CONTEXT_STEP = 1024
+"""vLLM compiles a model again for each length of context, and keeps what it has compiled: few lengths, few times."""
 
 
 class UnderWay:
@@ -100,7 +107,7 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
                     run, spec = ready
                     under_way = UnderWay(run, spec)
                     submitted |= dict.fromkeys(run.stores, under_way)
-                    pool.submit(spec, [request_of(setup, sample) for sample in run.runnable])
+                    pool.submit(spec, requests_of(setup, run.runnable))
                 for sample_id, completion in pool.poll(timeout=0.5):
                     sample = samples[sample_id]
                     if completion.error:
@@ -141,3 +148,36 @@ def skip_overlong(setup: Setup, run: CandidateRun, recorder: Recorder) -> None:
             "%d prompts fill the context of %d tokens and get no completion (the first: %s); they count as wrong",
             len(overlong), setup.context, overlong[0].problem.source,
         )  # fmt: skip
+
+
+def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob:
+    """What the workers do to complete `samples`."""
+    config, talks = setup.config, None
+    options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, samples)}
+    if config.max_batch_tokens:
+        options["max_batch_tokens"] = config.max_batch_tokens
+    if config.quantization != "none":
+        options["quantization"] = config.quantization
+    if served := sorted({sample.adapter for sample in samples if sample.adapter is not None}):
+        options["adapters"] = served
+    if setup.conversations is not None:
+        options["ends"] = [setup.conversations.template.end]
+        talks = Talks.of(config.environment, ChatTemplate(setup.tokenizer, config.chat_template_kwargs))
+    return EngineJob(setup.engine, options | vllm_options(config), talks, setup.context)
+
+
+def requests_of(setup: Setup, samples: Iterable[Sample]) -> list[Request]:
+    talks = setup.conversations is not None
+    return [Request(sample.id, sample.prompt, row_of_sample(sample) if talks else None) for sample in samples]
+
+
+def needed_context(setup: Setup, samples: Iterable[Sample]) -> int:
+    """Tokens of the longest prompt and completion of `samples`, within what is allowed: a cache for a context of 128k
+    that nobody uses would not fit. Rounded up for vLLM, to CONTEXT_STEP. All that is allowed where an environment's
+    reset may add to the prompts."""
+    if setup.config.environment.factory is not None and setup.context:
+        return setup.context
+    needed = max(len(sample.token_ids) + sample.sampling.max_new_tokens for sample in samples)
+    if setup.config.use_vllm:
+        needed = math.ceil(needed / CONTEXT_STEP) * CONTEXT_STEP
+    return min(needed, setup.context) if setup.context else needed

@@ -17,12 +17,13 @@ from perl.base.errors import UserError
 from perl.base.files import write_json
 from perl.base.provenance import provenance
 from perl.config.evaluation import EvalConfig
+from perl.evaluation.as_trained import warn_of_training
 from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.generate import generate
-from perl.evaluation.setup import Setup, warn_of_training
+from perl.evaluation.setup import Setup
 from perl.evaluation.store import locked
 from perl.evaluation.tables import print_sweep, print_table
 from perl.evaluation.tracking import check_tracker, log_results

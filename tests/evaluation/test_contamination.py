@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from perl.config.schema import EnvironmentConfig
+from perl.evaluation.as_trained import warn_of_training
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import warn_of_training
 from perl.records import Problem
 from perl.tasks.trained import TRAINED_PROBLEMS
 from perl.training.grpo import train

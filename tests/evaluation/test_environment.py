@@ -17,9 +17,10 @@ from perl.config.evaluation import EvalConfig, parse
 from perl.config.schema import EnvironmentConfig
 from perl.evaluation.compare import compare
 from perl.evaluation.datasets import load_problem_sets
+from perl.evaluation.generate import make_job
 from perl.evaluation.rescore import rescore
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import Setup, make_job
+from perl.evaluation.setup import Setup
 from perl.records import Grade
 from perl.reports.embed import turns_of
 from perl.reports.page import write_report

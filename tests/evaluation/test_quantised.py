@@ -20,10 +20,11 @@ from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.engines.hf import HFEngine
 from perl.engines.quantised import LARGEST, SCHEMES, quantise_groups, quantise_rows, require_products
+from perl.evaluation.as_trained import warn_of_training
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.compare import compare
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import Setup, warn_of_training
+from perl.evaluation.setup import Setup
 from perl.evaluation.tracking import table_rows, values
 from perl.evaluation.weights import weights_of
 from perl.models.folders import load_model

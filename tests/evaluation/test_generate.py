@@ -4,7 +4,7 @@ import pytest
 
 from perl.config.evaluation import EvalConfig
 from perl.config.schema import EnvironmentConfig
-from perl.evaluation.setup import needed_context
+from perl.evaluation.generate import needed_context
 from perl.records import Sampling
 
 
