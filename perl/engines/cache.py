@@ -132,6 +132,9 @@ class KVCache(Cache, ABC):
 
     def __init__(self, like: KeysAndValues, max_num_seqs: int, max_seq_len: int, max_tokens: int):
         self.max_num_seqs, self.max_seq_len, self.max_tokens = max_num_seqs, max_seq_len, max_tokens
+        self.run = max_num_seqs, max_seq_len
+        """Rows, and most tokens of each, that it was fitted to in this run of a decoder; 0 before the first time. Only
+        so much counts as room, whatever runs before have left: what is computed together decides the last bits."""
         self.held: list[int] = []
         """Tokens of each row."""
         shape = self._shape()
@@ -141,6 +144,14 @@ class KVCache(Cache, ABC):
     @abstractmethod
     def _shape(self) -> tuple[int, int]:
         """Rows or blocks, and the places of each."""
+
+    def fit(self, max_num_seqs: int, max_seq_len: int) -> bool:
+        """Have room for so many rows, so long; whether what is held has moved."""
+        self.run = max(max_num_seqs, self.run[0]), max(max_seq_len, self.run[1])
+        if max_num_seqs <= self.max_num_seqs and max_seq_len <= self.max_seq_len:
+            return False
+        self.extend(max_num_seqs, max_seq_len)
+        return True
 
     def extend(self, max_num_seqs: int, max_seq_len: int) -> None:
         """Make room for more rows or longer ones, layer by layer, keeping what is held."""
@@ -216,8 +227,9 @@ class KVCache(Cache, ABC):
         del self.held[count:]
 
     def clear(self) -> None:
-        """Forget all rows and prompts; the memory stays."""
+        """Forget all rows and prompts, as another run begins; the memory stays."""
         self.held.clear()
+        self.run = 0, 0
 
     # A decode step
 
@@ -323,10 +335,12 @@ class BlockCache(KVCache):
         return cache
 
     def _shape(self) -> tuple[int, int]:
-        a_row = self._blocks_of(self.max_seq_len)
+        return 1 + self._blocks_for(self.max_num_seqs, self.max_seq_len), self.block_size
+
+    def _blocks_for(self, rows: int, max_seq_len: int) -> int:
+        a_row = self._blocks_of(max_seq_len)
         # Two rows at least: one that is decoded alone, and the prompt of another that waits.
-        blocks = max(2 * a_row, min(self.max_tokens // self.block_size, self.max_num_seqs * a_row))
-        return 1 + blocks, self.block_size
+        return max(2 * a_row, min(self.max_tokens // self.block_size, rows * a_row))
 
     def _blank_table(self, where: torch.device) -> torch.Tensor:
         size = self.max_num_seqs, self._blocks_of(self.max_seq_len)
@@ -346,8 +360,13 @@ class BlockCache(KVCache):
         return new
 
     @property
+    def _left(self) -> int:
+        """Free blocks, but for those that a cache made for this run had not."""
+        return len(self.free) - (len(self.users) - 1 - self._blocks_for(*self.run))
+
+    @property
     def room(self) -> int:
-        return len(self.free) - self._blocks_of(len(self.held) * GROWTH)
+        return self._left - self._blocks_of(len(self.held) * GROWTH)
 
     def prompt_cost(self, length: int) -> int:
         return self._blocks_of(length + GROWTH)
@@ -358,7 +377,7 @@ class BlockCache(KVCache):
     def keep(self, states: KeysAndValues, length: int) -> Prefix:
         """Blocks that the prompt fills are written here, once."""
         full = length // self.block_size
-        if full > len(self.free):  # the rows in flight leave no room for sharing: each sequence gets a copy of its own
+        if full > self._left:  # the rows in flight leave no room for sharing: each sequence gets a copy of its own
             return Prefix(length, states, [])
         blocks = [self._take_block() for _ in range(full)]
         for place, block in enumerate(blocks):
@@ -404,7 +423,7 @@ class BlockCache(KVCache):
 
     def grow(self) -> bool:
         short = [row for row, held in enumerate(self.held) if held == len(self.rows[row]) * self.block_size]
-        if len(short) > len(self.free):
+        if len(short) > self._left:
             return False
         for row in short:
             block = self._take_block()
@@ -429,6 +448,7 @@ class BlockCache(KVCache):
 
     def clear(self) -> None:
         self.remove(0, [])
+        super().clear()
         self.users = [0] * len(self.users)
         self.free = list(range(len(self.users) - 1, SCRATCH, -1))
 

@@ -210,7 +210,8 @@ class _Loop:
         scheduler, runner = self.scheduler, self.runner
         if not scheduler.refills():
             return False
-        groups = scheduler.next_groups(runner.decoder.cache)
+        cache = runner.decoder.cache
+        groups = scheduler.next_groups(cache if cache is not None and cache.run[0] else None)
         cache = runner.prefill([group for group in groups if group.logits is None], scheduler.size())
         joining = scheduler.admit(groups, cache)
         if joining:

@@ -206,8 +206,7 @@ class Runner:
             shape = rows, max_seq_len, decoder.max_batch_tokens or decoder.room() // a_token
             cache = RowCache(like, *shape) if self.block_size is None else BlockCache(like, *shape, self.block_size)
             decoder.cache = cache
-        elif rows > cache.max_num_seqs or longest > cache.max_seq_len:
-            cache.extend(rows, max_seq_len)
+        elif cache.fit(rows, max_seq_len):
             decoder.graphs = None  # they read where the cache was
         return cache
 

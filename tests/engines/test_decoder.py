@@ -41,6 +41,9 @@ def tokens(sequences: list[Sequence]) -> list[list[int]]:
     return [sequence.token_ids for sequence in sequences]
 
 
+SAMPLED = Sampling(temperature=1.0)
+
+
 class Forwards:
     """Counts what a model computes: (rows, columns) of each forward of more than one token, and of one token."""
 
@@ -301,6 +304,34 @@ def test_a_decoder_runs_again_and_keeps_its_cache():
             expected = decode(model, make_sequences(prompts(count), max_new_tokens=longest), sampling)
             assert tokens(complete(machine, asked, sampling)) == tokens(expected)
             assert machine.cache is cache
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "group", "before"), [(16, 1000, 1, 100), (8, 500, 2, 60), (8, 200, 2, 900)]
+)
+def test_what_a_run_computes_together_does_not_depend_on_the_runs_before(count, length, group, before):
+    """An accelerator's cache is as large as what was drawn before; its prompts were prefilled four at a time after
+    shorter ones, eight by a fresh decoder."""
+
+    def piece(length, seed):
+        tokens = np.random.default_rng(seed).integers(3, 61, size=(count, length))
+        return [
+            Sequence(tuple(map(int, row[: length - place])), 100 * place + sample, 32)
+            for place, row in enumerate(tokens)
+            for sample in range(group)
+        ]
+
+    model = tiny(max_position_embeddings=4096, spread=1.0)
+    counted, options = Forwards(model), {"block_size": 128, "fixed": True, "max_batch_tokens": None}
+    fresh = complete(decoder(model, **options), piece(length, 1), SAMPLED)
+    expected = counted.prefills.copy(), counted.steps.copy()
+    used = decoder(model, **options)
+    complete(used, piece(before, 2), SAMPLED)
+    counted.prefills.clear()
+    counted.steps.clear()
+    again = complete(used, piece(length, 1), SAMPLED)
+    assert (counted.prefills, counted.steps) == expected
+    assert [(s.token_ids, s.logprobs) for s in again] == [(s.token_ids, s.logprobs) for s in fresh]
 
 
 def test_no_rows():
