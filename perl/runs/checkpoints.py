@@ -54,8 +54,9 @@ DECIDED = {
     "training": ("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
     "peft": ("adapter_mode", "type", "r", "lora_alpha", *TARGETS, "lora_plus_lr_ratio", "oft_block_size"),
     "critic": ("lr", "r"),
+    "noise_injection": ("target_modules", "exclude_patterns"),
 }
-"""Fields, by group, that a checkpoint's optimizer and weights decide, and not the run that goes on with it."""
+"""Fields, by group, that a checkpoint's optimizer, weights and noise decide, and not the run that goes on with it."""
 READ = {
     "model": ("model_name_or_path", "dtype", "quantization"),
     "dataset": ("dataset_name_or_path", "split", "example_numbers"),
@@ -113,7 +114,8 @@ def kept_of(config: Any) -> dict[str, Any]:
     begun_with = config.peft.adapter
     kept: dict[str, Any] = {ADAPTER: None if begun_with is None else _hash_of(begun_with)}
     for group, names in (DECIDED | READ).items():
-        if part := getattr(config, group, None):
+        part = getattr(config, group, None)
+        if part is not None and getattr(part, "enabled", True):
             kept |= {f"{group}.{name}": getattr(part, name) for name in names if hasattr(part, name)}
     return {
         name: sorted(value) if name.startswith("peft") and isinstance(value, list) else value

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from perl.base.errors import UserError
 from perl.base.files import SAVING
-from perl.config.schema import CriticConfig, DatasetConfig, ModelConfig, PeftConfig, RolloutConfig
+from perl.config.schema import CriticConfig, DatasetConfig, ModelConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.runs.checkpoints import (
     BEFORE,
     CONTENTS,
@@ -285,6 +285,24 @@ def test_a_critics_rate_is_its_checkpoints_where_there_is_a_critic(tmp_path):
     (folder / CRITIC).touch()
     with pytest.raises(UserError, match=r"goes on with --config\.critic\.lr 0\.0001, not 1e-05"):
         check_made(str(folder), now)
+
+
+def test_the_layers_that_have_noise_stay(tmp_path):
+    """Relative noise is scaled by their weights as the run began, which the checkpoint has: other layers got the sizes
+    of these, or a traceback."""
+
+    def run(**noise):
+        config = of_run(2, 4)
+        config.noise_injection = NoiseConfig(**noise)
+        return config
+
+    folder = str(checkpoint(tmp_path, 9, kept=kept_of(run(enabled=True, target_modules=["input_layernorm"]))))
+    check_made(folder, run(enabled=True, target_modules=["input_layernorm"], sigma_start=0.01))
+    check_made(folder, run(enabled=False))
+    with pytest.raises(UserError, match=r"noise_injection\.target_modules \['input_layernorm'\], not \['norm'\]"):
+        check_made(folder, run(enabled=True, target_modules=["norm"]))
+    without = str(checkpoint(tmp_path, 10, kept=kept_of(run(enabled=False))))
+    check_made(without, run(enabled=True, target_modules=["norm"]))
 
 
 def test_another_model_or_data_set_by_name_is_said(tmp_path, caplog):
