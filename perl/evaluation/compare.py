@@ -126,8 +126,9 @@ def _differing(pairs: Mapping[str, tuple[Results, Results]]) -> list[Setting]:
     first = _models(next(iter(pairs.values())))
     found: list[tuple[tuple[str, Any, Any], list[str]]] = []
     for dataset, pair in pairs.items():
-        drawn = all(results.summary.get("generation") for results in pair)
-        other, this = (_conditions(results, drawn) for results in pair)
+        generations = [results.summary.get("generation") or {} for results in pair]
+        told = [name for name in ("dtype", "device") if all(name in generation for generation in generations)]
+        other, this = (_conditions(results, told) for results in pair)
         others = [(name, *models) for name, models in _models(pair).items() if models != first[name]]
         for change in [*differences(other, this), *others, *_prompts(pair)]:
             known = next((datasets for other, datasets in found if other == change), None)
@@ -211,27 +212,14 @@ def _samples_of_each(results: Results) -> int:
     return results.summary.get("n") or max(map(len, results.samples.values()), default=0)
 
 
-def _conditions(results: Results, drawn: bool) -> dict[str, Any]:
+def _conditions(results: Results, told: Collection[str]) -> dict[str, Any]:
     """
     Args:
-        drawn: both tell on what they were drawn.
+        told: by the `generation` of both: on what, and in what, they were drawn.
     """
     made = results.summary.get("provenance", {})
     conditions = _fields(results, CONDITIONS) | {"versions": made.get("versions"), "git_commit": made.get("git_commit")}
-    if drawn:
-        device = results.summary["generation"]["device"]
-        conditions |= {"dtype": _dtype(results.summary, device), "device": device}
-    return conditions
-
-
-def _dtype(summary: Mapping[str, Any], device: str) -> str | None:
-    """That was computed in; "auto": what the base is stored in."""
-    merge = summary.get("merge") or {}
-    if summary.get("dtype") != "auto":
-        return summary.get("dtype")
-    if device == "cpu":
-        return "float32"
-    return merge["dtype"] if merge.get("note") and not summary.get("quantization") else "auto"
+    return conditions | {name: results.summary["generation"][name] for name in told}
 
 
 def _fields(results: Results, names: tuple[str, ...]) -> dict[str, Any]:

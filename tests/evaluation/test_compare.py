@@ -200,11 +200,11 @@ GENERATION = {"engine": "hf", "executor": "local", "rows": 1, "tokens": 1, "wall
 GENERATION |= {"dp_size": 1, "tp_size": 1, "start_s": 0.0, "worker_restarts": 0}
 
 
-@pytest.mark.parametrize(("device", "named"), [("cuda", ["dtype"]), ("cpu", [])])
-def test_a_young_adapter_that_is_computed_in_float32_is_named(tmp_path, device, named):
-    scores, generation = {f"k{i}": [1.0] for i in range(7)}, GENERATION | {"device": device}
+@pytest.mark.parametrize(("dtype", "named"), [("bfloat16", []), ("float32", ["dtype"]), (None, [])])
+def test_a_young_adapter_that_is_computed_in_float32_is_named(tmp_path, dtype, named):
+    """Both were asked for auto, and the merge chose; a result of before 0.14 does not tell."""
+    scores, generation = {f"k{i}": [1.0] for i in range(7)}, GENERATION | {"device": "cuda", "dtype": "bfloat16"}
     write_results(tmp_path / "other", scores, dtype="auto", generation=generation)
-    merged = {"dtype": "float32", "note": "would lose 80% of it: written in float32"}
-    write_results(tmp_path / "this", scores, dtype="auto", generation=generation, merge=merged, model="other",
-                  base_hash="other")  # fmt: skip
+    generation = {name: value for name, value in (generation | {"dtype": dtype}).items() if value is not None}
+    write_results(tmp_path / "this", scores, dtype="auto", generation=generation, model="other", base_hash="other")
     assert [each["name"] for each in compare(tmp_path / "other", tmp_path / "this").differs] == named
