@@ -19,7 +19,7 @@ from typing import Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.workers.worker import FOR_THE_PARENT, Deliver, Failed, RequestBatch, WorkerSpec, run_worker
+from perl.workers.worker import FOR_THE_PARENT, Deliver, Failed, RequestBatch, WorkerSpec, run_worker, said_by
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,12 @@ class ProcessLink:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._sender = threading.Thread(target=self._send, daemon=True)
-        self._listener.start()
-        self._sender.start()
+        try:
+            self._listener.start()
+            self._sender.start()
+        except RuntimeError:  # there is no thread to be had
+            self._process.kill()
+            raise
 
     def send(self, batch: RequestBatch | None) -> None:
         self._outbox.put(batch)
@@ -81,6 +85,9 @@ class ProcessLink:
                 self._connection.send(batch)
         except OSError:
             logger.debug("%s is gone", self._process.name)
+        except Exception as error:  # noqa: BLE001  # it would wait for what it is never sent
+            self._deliver(Failed(f"what it is sent cannot be packed: {said_by(error)}"))
+            self._deliver(None)
 
     def join(self, timeout: float) -> None:
         self._process.join(timeout)

@@ -55,6 +55,8 @@ MAX_ENDED = 4
 needed, the work ends then."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long workers get to end by themselves once the work is done."""
+PAUSE_S = 2.0
+"""Where so long nobody looked, this process was stopped, and what workers said meanwhile is still to be read."""
 PREFETCH = 1.25
 """A worker holds this many times what its engine works on at once, rounded down, so that the engine never waits for the
 parent. (With `newest` once, as what it has not begun would be drawn by an older policy.)"""
@@ -76,6 +78,25 @@ class Payload(NamedTuple):
     payload: Any
     shared: Any
     """As the executor shares it."""
+
+
+class NotStarted:
+    """The link of a worker for which this machine has had no process, thread or file left."""
+
+    def __init__(self, why: str):
+        self._why = why
+
+    def send(self, batch: RequestBatch | None) -> None:
+        pass
+
+    def join(self, timeout: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def exit_reason(self) -> str:
+        return self._why
 
 
 @dataclass(eq=False)
@@ -174,6 +195,8 @@ class WorkerPool:
         self._error: WorkerError | None = None
         """To be raised by the next `poll`."""
         self._inbox: queue.SimpleQueue[tuple[Worker | None, int, WorkerEvent | None]] = queue.SimpleQueue()
+        self._looked = time.monotonic()
+        """For workers that say nothing."""
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -231,7 +254,7 @@ class WorkerPool:
             for worker, event in self._events(timeout):
                 worker.heard = time.monotonic()
                 finished += self._on_event(worker, event)
-            self._end_silent()
+            self._end_silent(timeout)
             if self.unfinished and self.unfinished.keys() <= self._retries.failed.keys():
                 if not self._engine_works:
                     raise WorkerError(
@@ -272,8 +295,12 @@ class WorkerPool:
             self._on_exit(worker)
         return []
 
-    def _end_silent(self) -> None:
-        """Workers that have had no word for too long count as dead."""
+    def _end_silent(self, timeout: float) -> None:
+        """Workers that have had no word for too long count as dead: while somebody listened, each `timeout` seconds."""
+        before, self._looked = self._looked, time.monotonic()
+        if (pause := self._looked - before) > timeout + PAUSE_S:
+            for worker in self.workers:
+                worker.heard = min(worker.heard + pause, self._looked)
         for worker in self.workers:
             at_work = worker.link is not None and (worker.held or worker.max_num_seqs is None)
             if at_work and time.monotonic() - worker.heard > self._deadline_s:
@@ -310,7 +337,15 @@ class WorkerPool:
             log=worker.log,
         )
         start = worker.starts
-        worker.link = self._executor.start(spec, lambda event: self._inbox.put((worker, start, event)))
+
+        def deliver(event: WorkerEvent | None) -> None:
+            self._inbox.put((worker, start, event))
+
+        try:
+            worker.link = self._executor.start(spec, deliver)
+        except (OSError, RuntimeError) as error:
+            worker.link = NotStarted(f"{type(error).__name__}: {error}")
+            deliver(None)
 
     def _events(self, timeout: float) -> Iterator[tuple[Worker, WorkerEvent | None]]:
         """(worker, event) of each event there is, waiting for one; None for a worker that is gone."""
@@ -377,9 +412,11 @@ class WorkerPool:
     def _on_exit(self, worker: Worker, silent: bool = False) -> None:
         """Clear up after a dead worker, have its requests tried again, and start it again, if that makes sense."""
         index, held, was_ready = worker.index, list(worker.held.values()), worker.max_num_seqs is not None
+        # One that hangs, where another has begun, may have met a file system that is slow for it alone.
+        hangs = silent and self.first_ready is not None
         # Its weights may have been done, and removed, while it still loaded them.
         wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
-        broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
+        broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted and not hangs
         raised = alike(worker.failure.message) if held and worker.failure is not None and not silent else None
         from_outside = worker.failure is None
         reason = self._reason = worker.kill()

@@ -184,6 +184,25 @@ def test_a_worker_that_cannot_read_what_it_is_sent_ends(tmp_path: Path):
     assert "ValueError: invalid literal for int()" in (tmp_path / "log").read_text()
 
 
+class TooLarge:
+    """What no memory is left to pack."""
+
+    def __reduce__(self):
+        raise MemoryError
+
+
+def test_what_cannot_be_packed_ends_the_worker_that_waits_for_it(tmp_path: Path):
+    """It waited until rollout.deadline_s, and the reason was a traceback on stderr."""
+    link, events = started(Reader(), tmp_path)
+    try:
+        assert isinstance(events.get(timeout=120), Ready)
+        link.send(RequestBatch(0, [TooLarge()]))
+        assert events.get(timeout=60) == Failed("what it is sent cannot be packed: MemoryError")
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+
+
 def test_the_death_of_a_worker_is_heard_of_though_its_children_live(tmp_path: Path):
     link, events = started(Forking(), tmp_path)
     try:

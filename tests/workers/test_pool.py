@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from perl.workers import pool as module
 from perl.workers.local import LocalExecutor
 from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.retries import TWICE_ALONE
-from perl.workers.worker import EngineJob, Inbox, Ready, Request, RequestId, WeightsSpec, WorkerEvent
+from perl.workers.worker import EngineJob, Inbox, Ready, Request, RequestId, Result, WeightsSpec, WorkerEvent
 from tests.workers.poison import POISON, Hook, Late
 
 CONTEXT = 48
@@ -111,8 +113,8 @@ def test_an_engine_that_dies_of_every_row_ends_the_run_and_records_nothing(tiny,
     assert finished == []
 
 
-class Silent:
-    """A job whose engine is never loaded."""
+class Patient:
+    """A job that is ready, and answers, only while the file is there that a variable names."""
 
     unit: ClassVar[str] = "pieces"
 
@@ -120,13 +122,34 @@ class Silent:
         return []
 
     def serve(self, weights: Any, inbox: Inbox) -> Iterator[WorkerEvent]:
-        time.sleep(600)
+        self.wait()
         yield Ready(1)
+        while inbox.next_weights(wait=True) is not None:
+            self.wait()
+            yield Result(inbox.take().id, Completion.failed("none"), 1)
+
+    def wait(self) -> None:
+        while not Path(os.environ["PERL_TEST_FILE"]).exists():
+            time.sleep(0.05)
+
+
+class WaitsForFiles(LocalExecutor):
+    """A job is Patient with a file for each worker."""
+
+    def __init__(self, *files: Path):
+        super().__init__(len(files), 1, taken=1)
+        self._files = files
+
+    def environment(self, index: int) -> dict[str, str]:
+        return super().environment(index) | {"PERL_TEST_FILE": str(self._files[index])}
+
+
+WEIGHTS = WeightsSpec("none", "auto")
 
 
 def test_a_worker_that_is_too_late_at_its_first_start_names_the_flag_that_says_so(tmp_path):
-    with WorkerPool(LocalExecutor(1, 1), Silent(), tmp_path, deadline_s=0.5) as pool:
-        pool.submit(WeightsSpec("none", "auto"), make_requests(1, poisonous=set()))
+    with WorkerPool(WaitsForFiles(tmp_path / "never"), Patient(), tmp_path, deadline_s=0.5) as pool:
+        pool.submit(WEIGHTS, make_requests(1, poisonous=set()))
         why = r"^the engine of worker 0 did not start: it said nothing for --config\.rollout\.deadline_s 0\.5 s \(log: "
         with pytest.raises(WorkerError, match=why):
             list(polled(pool))
@@ -137,3 +160,51 @@ def test_more_workers_than_cores_have_a_thread_each(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     executor = LocalExecutor(len(os.sched_getaffinity(0)) + 1, 1, taken=1)
     assert executor.environment(0)["OMP_NUM_THREADS"] == "1"
+
+
+def test_one_worker_that_hangs_in_its_first_start_is_started_again_where_another_has_begun(tmp_path):
+    """It ended the run, with those that drew."""
+    files, requests = (tmp_path / "0", tmp_path / "1"), make_requests(2, poisonous=set())
+    with WorkerPool(WaitsForFiles(*files), Patient(), tmp_path, deadline_s=3600.0, all_needed=True) as pool:
+        files[0].touch()
+        pool.submit(WEIGHTS, requests[:1])
+        assert len(list(polled(pool))) == 1
+        files[0].unlink()
+        pool.submit(WEIGHTS, requests[1:])
+        pool.workers[1].heard = -math.inf
+        pool.poll(timeout=0.1)
+        assert pool.restarts == 1
+        for file in files:
+            file.touch()
+        assert len(list(polled(pool))) == 1
+        while pool.workers[1].max_num_seqs is None:
+            pool.poll(timeout=0.5)
+
+
+def test_a_stop_of_this_process_counts_for_no_worker(tmp_path):
+    """As by Ctrl-Z: all workers that had work were ended when it went on."""
+    with WorkerPool(WaitsForFiles(tmp_path / "late"), Patient(), tmp_path, deadline_s=3600.0) as pool:
+        pool.submit(WEIGHTS, make_requests(1, poisonous=set()))
+        pool.poll(timeout=0.1)
+        for clock in (pool, pool.workers[0]):  # as two hours later
+            name = "_looked" if clock is pool else "heard"
+            setattr(clock, name, getattr(clock, name) - 7200.0)
+        pool.poll(timeout=0.1)
+        (tmp_path / "late").touch()
+        assert len(list(polled(pool))) == 1
+        assert pool.restarts == 0
+
+
+def test_a_worker_for_which_there_is_no_file_left_is_one_that_died(tmp_path):
+    """A traceback, and the end of the run."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with WorkerPool(WaitsForFiles(tmp_path), Patient(), tmp_path, all_needed=True) as pool:
+        pool.submit(WEIGHTS, make_requests(1, poisonous=set()))
+        os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limit[1]))
+        try:
+            with pytest.raises(WorkerError, match=r"^all workers died, the last one: OSError: \[Errno 24\] Too many"):
+                list(polled(pool))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert pool.restarts == 3
