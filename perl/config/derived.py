@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from perl.algorithms import ALGORITHMS
@@ -47,6 +48,22 @@ def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups; a group
     with max_staleness."""
     return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
+
+
+def too_many_workers(group: int, rows: int, rollout: RolloutConfig) -> str | None:
+    """That some workers of a training never draw, as fewer pieces are handed out at once, and what to write; None where
+    each can have one."""
+    batches, size, groups = batches_ahead(rollout) + 1, pieces_of(group, rows, rollout), rows // group
+    pieces = math.ceil(rows / size) * batches
+    if rollout.workers <= pieces:
+        return None
+    needed = math.ceil(rollout.workers / batches)
+    smaller = f"--config.rollout.piece_size {group * (groups // needed)}, or " if needed <= groups else ""
+    return (
+        f"--config.rollout.workers {rollout.workers}: {rollout.workers - pieces} of them never draw, as no more than"
+        f" {pieces} pieces of {size} completions are handed out at once; write {smaller}"
+        f"--config.rollout.workers {pieces}"
+    )
 
 
 def draws_alike(rollout: RolloutConfig) -> bool:

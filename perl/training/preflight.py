@@ -22,7 +22,7 @@ from perl.adapters.checks import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
-from perl.config.derived import batches_ahead
+from perl.config.derived import batches_ahead, too_many_workers
 from perl.config.load import Config
 from perl.engines.quantised_base import check_drawn
 from perl.engines.sampling import validate
@@ -52,7 +52,8 @@ from perl.training.batch import Cycle
 from perl.training.collect import rollout_sampling
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
-from perl.workers.executors import require_ray
+from perl.workers.conversations import absolute, files_of
+from perl.workers.executors import require_cluster, require_ray
 from perl.workers.local import require_room
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     validation = set_up_validation(config, template, set(dataset[PROBLEM]), conversations)
     if source:
         check_patience(config, source, validation)
+    check_cluster(config)
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(
         tokenizer=tokenizer,
@@ -144,6 +146,19 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         conversations=conversations,
         validation=validation,
     )
+
+
+def check_cluster(config: Config) -> None:
+    """What workers over Ray need is there; by the process that asks it again when the model is loaded."""
+    rollout = config.rollout
+    if rollout.workers and rollout.executor == "ray" and config.training.process_index == 0:
+        base = resolve_model(config.model.model_name_or_path, MODEL_FLAG)
+        paths = tuple(str(path) for path in (base, *files_of(absolute(config.environment))))
+        require_cluster(rollout.workers, rollout.ray_address, _processes_here(config.training), paths)
+
+
+def _processes_here(training: TrainingConfig) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", training.world_size))
 
 
 def check_patience(config: Config, source: EnvironmentSource, validation: ValidationSetup | None) -> None:
@@ -235,9 +250,12 @@ def check_engine(config: Config, strategy: str) -> None:
             " not in pieces of their own; write --config.rollout.workers 1 or more, or leave it out"
         )
     if config.rollout.workers and config.rollout.executor == "processes":
-        require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
+        require_room(config.rollout.workers, _processes_here(config.training))
     if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:
         require_ray(config.rollout.ray_address, training=True)  # by the process that will ask it
+    group, rows = config.training.num_generations or 1, config.training.generation_batch_size or 1
+    if config.training.process_index == 0 and (idle := too_many_workers(group, rows, config.rollout)):
+        log.warning(idle)
     if strategy == "zero3" and not config.training.ds3_gather_for_generation:
         lag = f"--config.rollout.{'lag' if config.rollout.lag else 'max_staleness'}"
         put_in = [(lag, ahead, "an older policy", 0)] if (ahead := batches_ahead(config.rollout)) else []

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from perl import device
 from perl.base.errors import UserError
@@ -36,6 +37,8 @@ SLOTS_TIMEOUT_S = 15.0
 """How long slots that a run before has left may take to become free."""
 PLACEMENT_TIMEOUT_S = 60.0
 """How long Ray may take to start one actor."""
+LOOK_TIMEOUT_S = 300.0
+"""How long a node may take to look at itself, its first process included."""
 KILL_TIMEOUT_S = KILL_S + 5.0
 KEPT: list[Any] = []
 """Actors whose worker's process does not end: without a handle Ray would end them."""
@@ -57,8 +60,7 @@ class WorkerActor:
         missing = [path for path in spec.paths if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
-            why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
-            self._events.put(Failed(f"{why} every node, and an evaluation's --result_dir, where an adapter is merged"))
+            self._events.put(Failed(_no_path(self.node(), missing[0])))
             self._events.put(None)
         else:
             self._link = ProcessLink(spec, self._events.put)
@@ -165,22 +167,25 @@ class ActorLink:
 class RayExecutor:
     """Joins a cluster, or starts one on this machine, and checks that it has the slots."""
 
-    def __init__(self, dp_size: int, tp_size: int, address: str, taken: int | None = None):
+    def __init__(self, dp_size: int, tp_size: int, address: str, taken: int | None = None, paths: Sequence[str] = ()):
         """Args:
             dp_size: workers.
             tp_size: devices of each.
             address: of the cluster; "auto": $RAY_ADDRESS, else the cluster that `ray start` began on this machine, else
                 one of its own that ends with the run.
-            taken: as in make_executor.
+            taken, paths: as in make_executor.
 
         Raises:
-            UserError: no cluster there, too few slots in it, or slots on devices that the training has taken.
+            UserError: no cluster there, too few slots in it, slots on devices that the training has taken, or a node
+                that lacks a path.
         """
         flags = EVALUATION if taken is None else TRAINING
-        where = _join(address, flags)
+        where = _join(address, flags, taken)
         kind = _kind(where, flags)
-        if taken is not None and kind != "cpu":
-            _require_others(where, taken)
+        imported = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        runtime_env = {"env_vars": {"PYTHONPATH": imported, NOT_BY_RAY: "0"}}
+        if taken is not None:
+            _require_nodes(where, kind, taken, paths, runtime_env)
         self.devices = Devices(kind, int(_total().get(RAY_RESOURCE[kind], 0)))
         self.workers = dp_size
         _require_slots(where, kind, dp_size, tp_size, flags)
@@ -190,12 +195,11 @@ class RayExecutor:
             amount["num_gpus"] = tp_size
         elif kind != "cpu":
             amount["resources"] = {resource: tp_size}
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._options = {
             **amount,
             "max_concurrency": 4,  # exit_reason while receive waits
             "max_restarts": 0,
-            "runtime_env": {"env_vars": {"PYTHONPATH": paths, NOT_BY_RAY: "0"}},
+            "runtime_env": runtime_env,
         }
 
     def environment(self, index: int) -> dict[str, str]:
@@ -225,14 +229,15 @@ EVALUATION = Flags("--dp_size", "--executor ray", "--ray_address")
 TRAINING = Flags("--config.rollout.workers", "--config.rollout.executor ray", "--config.rollout.ray_address")
 
 
-def _join(address: str, flags: Flags) -> str:
-    """Connect this process; returns what messages call the cluster."""
+def _join(address: str, flags: Flags, taken: int | None) -> str:
+    """Connect this process; returns what messages call the cluster. One that is started here has the devices that the
+    training leaves."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     named, flag = _named(address, flags)
     if named == "auto" and (why := _none_here()):
-        with _own_sigterm():
-            ray.init(address="local", include_dashboard=False, **options)
+        with _own_sigterm(), _beside(taken) as devices:
+            ray.init(address="local", include_dashboard=False, **devices, **options)
         logger.info("Ray: %s, so a cluster was started for this run", why)
         return "of this machine"
     try:
@@ -256,6 +261,31 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():  # no other one may set it
             signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _beside(taken: int | None) -> Iterator[dict[str, Any]]:
+    """Inside, a process that is started sees the devices that a training of `taken` processes leaves; gives what
+    ray.init registers of them. On a CPU, and where `taken` is None, nothing."""
+    here = device.detect()
+    variable = device.VISIBILITY_VARIABLE[here.kind]
+    if taken is None or variable is None:
+        yield {}
+        return
+    if not (ids := device.ids_beside(taken)):
+        raise UserError(
+            f"{TRAINING.executor}: the training takes all {here.kind} devices of this machine, and there is no cluster"
+            " with others; start fewer processes (NUM_PROCESSES), or ray start --head here with none of these devices,"
+            " and ray start --address=HEAD:6379 on the machines that draw"
+        )
+    before, resource = os.environ.get(variable), RAY_RESOURCE[here.kind]
+    os.environ[variable] = ",".join(ids)
+    try:
+        yield {"num_gpus": len(ids)} if resource == "GPU" else {"resources": {resource: len(ids)}}
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
 
 
 def _named(address: str, flags: Flags) -> tuple[str, str]:
@@ -309,30 +339,77 @@ def _kind(where: str, flags: Flags) -> Kind:
     total = _total()
     here = device.detect()
     if here.kind != "cpu" and not total.get(RAY_RESOURCE[here.kind]):
-        resources = json.dumps({RAY_RESOURCE[here.kind]: here.count})
         raise UserError(
             f"{flags.executor}: this machine has {here.count} {here.kind} devices, but the Ray cluster {where}"
-            f" registered {_listed(total)}; on each node: ray stop --force; ray start --head --resources='{resources}'"
-            " (on all but the first --address=HEAD:6379 in the place of --head)"
+            f" registered {_listed(total)}; on each node: ray stop --force; ray start --head"
+            f" {_registers(here.kind, here.count)} (on all but the first --address=HEAD:6379 in the place of --head"
+            + ("" if flags is EVALUATION else ", and none of the training's own devices")
+            + ")"
         )
     return next(kind for kind, resource in RAY_RESOURCE.items() if kind == "cpu" or total.get(resource))
 
 
-def _require_others(where: str, taken: int) -> None:
-    """Raise a UserError where Ray may hand out devices of this node that the training itself has taken."""
-    here = device.detect()
-    resource, this = RAY_RESOURCE[here.kind], ray.get_runtime_context().get_node_id()
-    (registered,) = [node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == this]
-    ids = device.ids_beside(taken)
-    left = len(ids)
-    if registered > left:
-        count = f"--num-gpus={left}" if resource == "GPU" else f"--resources='{json.dumps({resource: left})}'"
-        hidden = f"{device.VISIBILITY_VARIABLE[here.kind]}={','.join(ids)} " if left else ""
+def _registers(kind: Kind, count: int) -> str:
+    """The flag by which `ray start` is given so many devices."""
+    resource = RAY_RESOURCE[kind]
+    return f"--num-gpus={count}" if resource == "GPU" else f"--resources='{json.dumps({resource: count})}'"
+
+
+def look(paths: Sequence[str], variable: str | None) -> tuple[list[str], list[str] | None]:
+    """Of a node, by a task there: which of `paths` it lacks, and the devices that its Ray was started with, as
+    `variable` names them; None: all that there are."""
+    missing = [path for path in paths if not Path(path).exists()]
+    given = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace")  # of the node's raylet
+    for line in given.split("\0"):
+        if variable and line.startswith(f"{variable}="):
+            return missing, [each.strip() for each in line.partition("=")[2].split(",") if each.strip()]
+    return missing, None
+
+
+def _require_nodes(where: str, kind: Kind, taken: int, paths: Sequence[str], runtime_env: dict[str, Any]) -> None:
+    """Raise a UserError where a node lacks one of `paths`, or where Ray may hand out devices of this machine that the
+    training itself has taken."""
+    resource, variable, task = RAY_RESOURCE[kind], device.VISIBILITY_VARIABLE[kind], ray.remote(look)
+    this = ray.get_runtime_context().get_node_id()
+    asked = []
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get(resource):
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            options = task.options(num_cpus=0, runtime_env=runtime_env, scheduling_strategy=there)
+            asked.append((node, options.remote(paths, variable)))
+    for node, answer in asked:
+        host, count = node["NodeManagerHostname"], int(node["Resources"][resource])
+        try:
+            missing, ids = ray.get(answer, timeout=LOOK_TIMEOUT_S)
+        except RayError as error:
+            raise UserError(f"{TRAINING.executor}: node {host} of the cluster {where}: {_why(error)}") from error
+        if missing:
+            raise UserError(f"{TRAINING.executor}: {_no_path(host, missing[0])}")
+        if variable and node["NodeID"] == this:
+            handed_out = [str(index) for index in range(count)] if ids is None else ids[:count]
+            _require_others(where, kind, taken, handed_out)
+
+
+def _require_others(where: str, kind: Kind, taken: int, handed_out: Sequence[str]) -> None:
+    """Raise a UserError where Ray hands out a device of this machine that is the training's. An index and a UUID may
+    name the same."""
+    own, left = device.visible_ids()[:taken], device.ids_beside(taken)
+    shared = [each for each in handed_out if own and (each in own or each.isdecimal() != own[0].isdecimal())]
+    if shared:
+        hidden = f"{device.VISIBILITY_VARIABLE[kind]}={','.join(left)} " if left else ""
         raise UserError(
-            f"{TRAINING.executor}: the cluster {where} registered {registered:g} {resource} on this machine, where the"
-            f" training takes {taken} and leaves {left}; here: ray stop --force; {hidden}ray start --head"
-            f" {count} (in the place of --head --address=HEAD:6379, where another node is the head)"
+            f"{TRAINING.executor}: the cluster {where} hands out {RAY_RESOURCE[kind]} {', '.join(shared)} of this"
+            f" machine, and the training has {', '.join(own)}; here: ray stop --force; {hidden}ray start --head"
+            f" {_registers(kind, len(left))} (in the place of --head --address=HEAD:6379, where another node is the"
+            " head)"
         )
+
+
+def _no_path(host: str, path: str) -> str:
+    return (
+        f"node {host} has no {path}; models and adapters have to be under the same path on every node, and an"
+        " evaluation's --result_dir, where an adapter is merged"
+    )
 
 
 def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int, names: Flags) -> None:

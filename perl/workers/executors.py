@@ -8,7 +8,9 @@ An Executor starts workers; the Link that it returns is the parent's way to one 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from perl.base.errors import UserError
@@ -61,20 +63,26 @@ class Executor(Protocol):
 
 
 def make_executor(
-    name: str, workers: int, devices_each: int = 1, ray_address: str = "auto", taken: int | None = None
+    name: str,
+    workers: int,
+    devices_each: int = 1,
+    ray_address: str = "auto",
+    taken: int | None = None,
+    paths: Sequence[str] = (),
 ) -> Executor:
     """The executor `name` ("local" or "ray"). Raises a UserError where there are fewer than workers × devices_each
     devices.
 
     Args:
         taken: the first devices of this machine are a training's own, so many; None: it is no training.
+        paths: what each node of a training's cluster has to have.
     """
     if name == "local":
         return LocalExecutor(workers, devices_each, taken)
     require_ray(ray_address, training=taken is not None)
     from perl.workers.cluster import RayExecutor
 
-    return RayExecutor(workers, devices_each, ray_address, taken)
+    return RayExecutor(workers, devices_each, ray_address, taken, paths)
 
 
 def require_ray(address: str, training: bool) -> None:
@@ -85,3 +93,9 @@ def require_ray(address: str, training: bool) -> None:
     from perl.workers.cluster import EVALUATION, TRAINING, require_port
 
     require_port(address, TRAINING if training else EVALUATION)
+
+
+@functools.cache  # a sweep asks for each of its runs
+def require_cluster(workers: int, address: str, taken: int, paths: tuple[str, ...]) -> None:
+    """Raise a UserError where a Ray cluster can't have the workers of a training, as `make_executor` has it."""
+    make_executor("ray", workers, 1, address, taken, paths).close()

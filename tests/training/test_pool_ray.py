@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import tempfile
 
 import pytest
 
@@ -11,8 +13,11 @@ pytest.importorskip("ray")
 
 from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_below
 from perl.base.errors import UserError
+from perl.config.load import parse
+from perl.training.preflight import check_run
 from perl.workers.executors import make_executor
 from tests.evaluation.test_run import wait_for
+from tests.folders import write_sums
 from tests.tiny import save_tiny
 from tests.training.test_pool import FOUR_PIECES, same, train
 
@@ -93,27 +98,83 @@ def test_too_few_slots_and_an_address_where_nothing_answers_name_the_trainings_f
         make_executor("ray", 1, ray_address="127.0.0.1:1", taken=1)
 
 
+NPUS = """
+import os
+import ray
+from benchmarks._nodes import ray_cluster
+from perl.base.errors import UserError
+from perl.device import HIDDEN_DEVICES
+from perl.workers.executors import make_executor
+
+VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+def workers(address):
+    try:
+        executor = make_executor("ray", 2, ray_address=address, taken=1)
+        seen = ray.remote(lambda: os.environ[VARIABLE]).options(resources={"NPU": 2})
+        print("workers see", sorted(ray.get(seen.remote()).split(",")))
+    except UserError as error:
+        print(str(error).replace(address, "HERE"))
+    ray.shutdown()
+
+npus = {"num_cpus": 1, "resources": {"NPU": 2}}
+with ray_cluster(npus) as cluster:
+    workers(cluster.address)
+os.environ[VARIABLE] = "2,3"
+with ray_cluster(npus) as cluster:
+    del os.environ[VARIABLE]
+    workers(cluster.address)
+os.environ |= {VARIABLE: "0", HIDDEN_DEVICES: "1,2"}  # as the launch script does
+workers("auto")
+print(VARIABLE, os.environ[VARIABLE])
+os.environ[HIDDEN_DEVICES] = ""
+workers("auto")
+"""
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.npu
 def test_devices_that_the_training_has_taken_are_not_rays(run_npu):
-    program = """
-from benchmarks._nodes import ray_cluster
-from perl.base.errors import UserError
-from perl.workers.executors import make_executor
-import ray
-with ray_cluster({"num_cpus": 1, "resources": {"NPU": 4}}) as cluster:
-    try:
-        make_executor("ray", 1, ray_address=cluster.address, taken=1)
-    except UserError as error:
-        print(str(error).replace(cluster.address, "HERE"))
-    ray.shutdown()
-"""
-    import sys
+    """By their ids: the number of those that Ray has says nothing."""
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets lie below it
+        said = run_npu([sys.executable, "-c", NPUS], devices=4, RAY_TMPDIR=folder).stdout.splitlines()
+    assert said[-5:] == [
+        "--config.rollout.executor ray: the cluster at HERE hands out NPU 0 of this machine, and the training has 0;"
+        " here: ray stop --force; ASCEND_RT_VISIBLE_DEVICES=1,2,3 ray start --head --resources='{\"NPU\": 3}' (in the"
+        " place of --head --address=HEAD:6379, where another node is the head)",
+        "workers see ['2', '3']",
+        "workers see ['1', '2']",
+        "ASCEND_RT_VISIBLE_DEVICES 0",
+        "--config.rollout.executor ray: the training takes all npu devices of this machine, and there is no cluster"
+        " with others; start fewer processes (NUM_PROCESSES), or ray start --head here with none of these devices, and"
+        " ray start --address=HEAD:6379 on the machines that draw",
+    ]
 
-    said = run_npu([sys.executable, "-c", program], devices=4).stdout
-    assert said.splitlines()[-1] == (
-        "--config.rollout.executor ray: the cluster at HERE registered 4 NPU on this machine, where the training"
-        " takes 1 and leaves 3; here: ray stop --force; ASCEND_RT_VISIBLE_DEVICES=1,2,3 ray start --head"
-        " --resources='{\"NPU\": 3}' (in the place of --head --address=HEAD:6379, where another node is the head)"
-    )
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_a_cluster_lacks_is_told_before_a_model_is_loaded(tmp_path):
+    """It was after the validation before the training, and the folder was then refused to the next command."""
+    import ray
+
+    run, model = tmp_path / "run", save_tiny(tmp_path / "model", scale=4.0)
+
+    def checked(workers, address):
+        fields = {"model.model_name_or_path": model, "training.num_generations": 4}
+        fields |= {"dataset.dataset_name_or_path": write_sums(tmp_path / "sums.jsonl")}
+        fields |= {"rollout.executor": "ray", "rollout.ray_address": address, "rollout.workers": workers}
+        flags = [word for name, value in fields.items() for word in (f"--config.{name}", str(value))]
+        check_run(parse(flags).build(processes=1), run)
+
+    with ray_cluster({"num_cpus": 1}) as cluster:
+        checked(1, cluster.address)
+        assert not ray.is_initialized()
+        with pytest.raises(UserError, match=r"^--config\.rollout\.workers 2: .*, room for 1 workers; write --config"):
+            checked(2, cluster.address)
+        ray.shutdown()
+        paths = [str(model), str(tmp_path / "none")]
+        with pytest.raises(UserError, match=rf"^--config\.rollout\.executor ray: node \S+ has no {paths[1]}; models"):
+            make_executor("ray", 1, ray_address=cluster.address, taken=1, paths=paths)
+        ray.shutdown()
+    assert not run.exists()

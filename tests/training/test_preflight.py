@@ -96,6 +96,28 @@ def test_under_fsdp2_a_quantised_base_is_the_workers():
         check_drawn(config(*flags), "npu", "fsdp2")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("rollout.workers 4", None),
+        ("rollout.workers 6", "6: 2 of them never draw, as no more than 4 pieces of 128 completions are handed out"),
+        ("rollout.workers 6", "at once; write --config.rollout.piece_size 80, or --config.rollout.workers 4"),
+        ("rollout.workers 8, rollout.lag 1", None),
+        ("rollout.workers 9, rollout.lag 1", "write --config.rollout.piece_size 96, or --config.rollout.workers 8"),
+        ("rollout.workers 64, rollout.piece_size 512", "at once; write --config.rollout.workers 1"),
+        ("rollout.workers 64, rollout.max_staleness 1", None),
+        ("rollout.workers 65, rollout.max_staleness 1", "once; write --config.rollout.workers 64"),
+    ],
+)
+def test_workers_for_which_there_is_no_piece_are_told_once(flags, said, caplog):
+    """A generation batch of 512 completions in 32 groups."""
+    batch = ["training.per_device_train_batch_size 512", "training.num_generations 16", *flags.split(", ")]
+    check_engine(config(*[word for each in batch for word in f"--config.{each}".split()]), "")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == bool(said)
+    assert not said or said in lines[0]
+
+
 RAY = ["--config.rollout.workers", "1", "--config.rollout.executor", "ray", "--config.rollout.ray_address"]
 
 
