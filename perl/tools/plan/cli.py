@@ -88,8 +88,6 @@ def _device(name: str | None, count: int | None, workers: int) -> tuple[Device, 
         count = requested_processes(here, workers) if chosen.kind == here.kind else 1
     if count < 1:
         raise UserError(f"--count {count}: write a number of devices from 1")
-    if chosen.cpu:
-        chosen = dataclasses.replace(chosen, memory=chosen.memory // count)
     return chosen, count
 
 

@@ -255,15 +255,18 @@ def rough(config: Config | SFTRunConfig, quantised: Mapping[str, Any]) -> Iterat
 
 
 def workers_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
-    """What each worker holds, on a device of its own."""
-    if job.workers and job.engine == "vllm":
-        yield f"{job.processes} + {job.workers} devices: {job.workers} workers draw; {_vllms(shape, job, device)}"
-    elif job.workers:
+    """What each worker holds, on a device of its own, or on a CPU in one memory with all others."""
+    if not job.workers:
+        return
+    many = f"{job.processes} + {job.workers} {'processes' if device.cpu else 'devices'}: {job.workers} workers draw"
+    if job.engine == "vllm":
+        yield f"{many}; {_vllms(shape, job, device)}"
+    else:
         table = worker_items(shape, job, device)
         cache = next((item.bytes for item in table if item.name == "KV cache"), 0)
         yield (
-            f"{job.processes} + {job.workers} devices: {job.workers} workers draw, {job.piece} completions at once;"
-            f" each holds {peak(table, 'rollout') / GB:.1f} GB, {cache / GB:.1f} of it KV cache"
+            f"{many}, {job.piece} completions at once; each holds {peak(table, 'rollout') / GB:.1f} GB,"
+            f" {cache / GB:.1f} of it KV cache"
         )
 
 

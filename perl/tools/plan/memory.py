@@ -242,12 +242,16 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
     return [item for item in [*table, *update(shape, job, device)] if item.bytes]
 
 
-def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
-    """All that a worker of engine fast holds: the policy, whole, its base as the trainer's, and a rollout of what it
-    draws at once."""
+def worker_items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -> list[Item]:
+    """All that a worker holds on a device of `capacity` bytes (None: its own memory): of vLLM its share, of engine fast
+    the policy, whole, its base as the trainer's, and a rollout of what it draws at once."""
+    capacity = capacity or device.memory
+    runtime = _runtime(device, dataclasses.replace(job, parallel="single"))
+    if job.engine == "vllm":
+        return [runtime, Item("vLLM's share", int(job.vllm_share * capacity), "both")]
     trained = 0 if job.full else 4 * shape.adapter
     table = [
-        _runtime(device, dataclasses.replace(job, parallel="single")),
+        runtime,
         Item("weights", base_bytes(shape, job.weight_bytes, job.loaded), "both"),
         Item("a layer's weights, dequantised", dequantised(shape, job), "both"),
         Item("adapter", trained, "both"),
@@ -258,7 +262,7 @@ def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
     own = dataclasses.replace(
         job, micro_batch=job.piece, steps_per_generation=1, processes=1, parallel="single", greedy=greedy
     )
-    free = pieces_room(shape, own, device.memory) if job.alike else device.memory - peak(table, "rollout")
+    free = pieces_room(shape, own, capacity) if job.alike else capacity - peak(table, "rollout")
     return [item for item in [*table, *_rollout(shape, own, device, free)] if item.bytes]
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from perl.adapters.checks import STRATEGIES
 from perl.device import HAS_BITSANDBYTES, OWN_QUANTIZES, VLLM_QUANTIZES
+from perl.engines.cache import BLOCK_SIZE
 from perl.engines.quantised import by_size
 from perl.tools.plan.devices import SIZES
 from perl.tools.plan.memory import (
@@ -28,11 +29,13 @@ from perl.tools.plan.memory import (
     vllm_least,
     vllm_weights,
     with_batch,
+    worker_items,
 )
 
 USABLE = 0.9
 """Of a device's memory, how much a plan may take. Assumed: the rest is what the allocator holds in pieces that are too
 small."""
+SHARE = "--config.training.vllm_gpu_memory_utilization"
 WIDTH = 88
 """Columns of the text at most, but for names of models and files."""
 
@@ -89,10 +92,28 @@ class Plan:
         table = items(self.shape, job, self.device, capacity)
         return {phase: peak(table, phase) for phase in job.phases}
 
-    def fits(self, job: Job, capacity: int) -> bool:
-        if job.vllm_share and job.vllm_share * capacity < vllm_least(self.shape, job):
+    def worker_peak(self, job: Job, capacity: int | None = None) -> int:
+        """The most that each worker holds on a device of `capacity` bytes (None: the plan's); 0: there is none."""
+        return peak(worker_items(self.shape, job, self.device, capacity), "rollout") if job.workers else 0
+
+    def held(self, job: Job, capacity: int | None = None) -> int:
+        """The most that lies where the trainer's process does: of that process, on a CPU of all and their workers, none
+        of which gives back what it has freed (perl.device.START_VARIABLES)."""
+        trainer = max(self.peaks(job, capacity).values())
+        if not self.device.cpu:
+            return trainer
+        return job.processes * trainer + job.workers * self.worker_peak(job, capacity)
+
+    def draws(self, job: Job, capacity: int) -> bool:
+        """Whether vLLM starts in its share, and a worker has room on a device of `capacity` bytes that is its own.
+        There vLLM may have all that is free."""
+        if job.engine == "vllm" and job.vllm_share * capacity < vllm_least(self.shape, job):
             return False
-        return max(self.peaks(job, capacity).values()) <= USABLE * capacity
+        return self.worker_peak(job, capacity) <= capacity * (1 if job.engine == "vllm" else USABLE)
+
+    def fits(self, job: Job, capacity: int) -> bool:
+        """Whether devices of `capacity` bytes hold all that the run's processes do."""
+        return self.draws(job, capacity) and self.held(job, capacity) <= USABLE * capacity
 
     def least_share(self, job: Job, capacity: int) -> float:
         """Of a device of `capacity` bytes, what vLLM does not start without; in hundredths. 0: no vLLM."""
@@ -154,7 +175,7 @@ def _head(plan: Plan) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     phases = plan.job.phases
-    rows = [["GB (2^30 bytes) a device", *phases]]
+    rows = [[f"GB (2^30 bytes) a {'process' if plan.device.cpu else 'device'}", *phases]]
     for item in items(plan.shape, plan.job, plan.device):
         shown = [_gb(item.bytes) if item.phase in (phase, "both") else "" for phase in phases]
         rows.append([item.name + (" *" if item.moment else ""), *shown])
@@ -171,19 +192,24 @@ def _sharing(plan: Plan) -> list[str]:
         name = parallel + (" (this)" if parallel == plan.job.parallel else "")
         peaks = [*plan.peaks(job).values()][:-1] + both
         rows.append([name, *map(_gb, peaks), fitting or "none"])
-    return [*_aligned(rows), f"fits: in {USABLE:.0%} of it, with gradient checkpointing as it is set"]
+    what = "; a worker on such a device too" if plan.job.workers else ""
+    if plan.device.cpu:
+        what = f"; all processes together, here {_gb(plan.held(plan.job))} GB"
+    return [*_aligned(rows), *_wrapped(f"fits: in {USABLE:.0%} of it, with gradient checkpointing as it is set{what}")]
 
 
 def sampler_bytes(plan: Plan, job: Job) -> int:
-    """Of weights that are held for the rollouts alone."""
+    """Of weights that are held for the rollouts alone, where they are drawn."""
     if job.engine == "vllm":
         return vllm_weights(plan.shape, job)
-    return sum(item.bytes for item in items(plan.shape, job, plan.device) if item.name.endswith(COPY))
+    table = (worker_items if job.workers else items)(plan.shape, job, plan.device)
+    return sum(item.bytes for item in table if item.name.endswith(COPY))
 
 
 def _quantised(plan: Plan) -> list[str]:
     """The base in fewer bits, and which devices that is enough for."""
-    rows = [["the base", "trained above", "draws", *plan.job.phases, "fits on GB"]]
+    worker = ["a worker"] if plan.job.workers else []
+    rows = [["the base", "trained above", "draws", *plan.job.phases, *worker, "fits on GB"]]
     options = dict(plan.by_quantisation())
     if plan.job not in options.values() and options:
         options["this run"] = plan.job
@@ -193,6 +219,7 @@ def _quantised(plan: Plan) -> list[str]:
         fitting = ", ".join(f"{size / GB:.0f}" for size in plan.sizes_that_fit(job))
         draws = sampler_bytes(plan, job)
         cells = [_gb(held), _gb(draws) if draws else "", *map(_gb, plan.peaks(roomy).values())]
+        cells += [_gb(plan.worker_peak(roomy)) for _ in worker]
         rows.append([name + (" (this)" if job == plan.job else ""), *cells, fitting or "none"])
     if len(rows) == 1:
         return []
@@ -203,31 +230,63 @@ def _quantised(plan: Plan) -> list[str]:
 def _advice(plan: Plan) -> list[str]:
     where = f"{plan.device.name}, {plan.device.memory / GB:.0f} GB"
     proposal = plan.proposal()
-    least = plan.least_share(plan.job, plan.device.memory)
-    if least > plan.job.vllm_share and proposal is None:
-        weights = f"its weights, {_gb(vllm_weights(plan.shape, plan.job))} GB, and a completion"
-        cures = ["a base in fewer bits"]
-        roomy = dataclasses.replace(plan, job=plan.with_room(plan.job, plan.device.memory))
-        if roomy.proposal() is not None:
-            cures.insert(0, f"--config.training.vllm_gpu_memory_utilization {least}")
-        else:  # the rest of the device does not hold the training
-            over = "several devices, --config.training.vllm_tensor_parallel_size"
-            apart = [f"vLLM's weights split over {over}", "devices of its own for it, --config.rollout.workers"]
-            cures += ["larger devices"] if plan.job.workers else apart
-        return _wrapped(
-            f"vLLM does not start on {where} with a share of {plan.job.vllm_share}, which does not hold {weights}:"
-            f" {'; '.join(cures[:-1])}; or {cures[-1]}"
-        )
     if proposal is None:
-        cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"
-        if plan.job.processes > 1 and plan.job.parallel not in STRATEGIES and not plan.job.loaded:
-            cure = "ACCELERATE_CONFIG with ZeRO-3 or FSDP2, or " + cure
-        return _wrapped(f"nothing fits on {where} with the same batch: {cure}, or more devices")
+        problem, cures = _nothing_fits(plan, where)
+        return _wrapped(f"{problem}: {'; or '.join(cures)}")
     job, flags = proposal
     same = "rows in each update" if job.engine is None else "completions in each rollout and update"
     peaks = ", ".join(f"{phase} {_gb(held)}" for phase, held in plan.peaks(job).items())
     lines = _wrapped(f"for {where}, with the same {same} ({peaks} GB):")
     return [*lines, *(f"  --config.{flag} {_value(value)}" for flag, value in flags.items())]
+
+
+def _nothing_fits(plan: Plan, where: str) -> tuple[str, list[str]]:
+    """Why there is no proposal, and what helps."""
+    job, memory = plan.job, plan.device.memory
+    if plan.least_share(job, memory) > job.vllm_share:
+        return _share_too_small(plan, where)
+    if not plan.device.cpu and not plan.draws(job, memory):
+        return _worker_too_large(plan, where)
+    cures = ["shorter rows" if job.engine is None else "shorter prompts or completions"]
+    if plan.device.cpu:
+        cures += ["fewer workers"] * bool(job.workers) + ["fewer processes"] * (job.processes > 1)
+    elif job.processes > 1 and job.parallel not in STRATEGIES and not job.loaded:
+        cures.insert(0, "ACCELERATE_CONFIG with ZeRO-3 or FSDP2")
+    more = "more memory" if plan.device.cpu else "more devices"
+    return f"nothing fits on {where} with the same batch", [*cures, more]
+
+
+def _share_too_small(plan: Plan, where: str) -> tuple[str, list[str]]:
+    job, memory = plan.job, plan.device.memory
+    cures = ["a base in fewer bits"]
+    if dataclasses.replace(plan, job=plan.with_room(job, memory)).proposal() is not None:
+        cures.insert(0, f"{SHARE} {plan.least_share(job, memory)}")
+    elif job.workers:
+        cures.append("larger devices")
+    else:  # the rest of the device does not hold the training
+        cures.append("vLLM's weights split over several devices, --config.training.vllm_tensor_parallel_size")
+        cures.append("devices of its own for it, --config.rollout.workers")
+    weights = f"its weights, {_gb(vllm_weights(plan.shape, job))} GB, and a completion"
+    return f"vLLM does not start on {where} with a share of {job.vllm_share}, which does not hold {weights}", cures
+
+
+def _worker_too_large(plan: Plan, where: str) -> tuple[str, list[str]]:
+    job, memory = plan.job, plan.device.memory
+    others = (other for _, other in plan.by_quantisation())
+    cures = ["a base of the table above that fits"] if any(plan.draws(other, memory) for other in others) else []
+    if job.engine == "vllm":
+        free = memory - plan.device.runtime
+        most = math.floor(100 * free / memory) / 100
+        if plan.draws(dataclasses.replace(job, vllm_share=most), memory):
+            cures.insert(0, f"{SHARE} {most}")
+        problem = f"vLLM does not start on {where} with a share of {job.vllm_share}, as {_gb(free)} GB are free"
+    else:
+        longest = -(-job.length // BLOCK_SIZE) * BLOCK_SIZE
+        smaller = (dataclasses.replace(job, max_batch_tokens=rows * longest) for rows in range(job.piece, 0, -1))
+        if bound := next((other.max_batch_tokens for other in smaller if plan.draws(other, memory)), None):
+            cures.insert(0, f"--config.rollout.max_batch_tokens {bound}")
+        problem = f"a worker takes {_gb(plan.worker_peak(job))} GB, more than {USABLE:.0%} of {where}"
+    return problem, [*cures, "larger devices"]
 
 
 def as_json(plan: Plan) -> str:
@@ -244,6 +303,7 @@ def as_json(plan: Plan) -> str:
         "items": [dataclasses.asdict(item) for item in items(plan.shape, plan.job, plan.device)],
         "method": "sft" if plan.job.engine is None else "grpo",
         "peak": plan.peaks(plan.job),
+        "worker_peak": plan.worker_peak(plan.job),
         "by_parallel": {
             parallel: {
                 f"checkpointing_{_value(flag)}": plan.peaks(dataclasses.replace(job, checkpointing=flag))
@@ -257,6 +317,7 @@ def as_json(plan: Plan) -> str:
                 "weights": base_bytes(plan.shape, job.weight_bytes, job.loaded),
                 "sampler": sampler_bytes(plan, job),
                 "peak": plan.peaks(plan.with_room(job, plan.device.memory)),
+                "worker_peak": plan.worker_peak(plan.with_room(job, plan.device.memory)),
                 "fits": [f"{size / GB:.0f}" for size in plan.sizes_that_fit(job)],
             }
             for name, job in plan.by_quantisation()

@@ -137,7 +137,7 @@ def test_a_recipe_of_either_is_taken_as_grpos_with_a_line(plan, tmp_path):
     assert json.loads(plan(*flags, "--config.training.max_length", "512"))["method"] == "sft"
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k_aqn_hbm", "real_sft"])
+@pytest.mark.parametrize("recipe", ["gsm8k_aqn_hbm", "gsm8k_pool_7b", "real_sft"])
 def test_the_text_fits_a_terminal(plan, recipe):
     words = str(ROOT / "recipes" / f"{recipe}.yaml"), MODEL, QWEN, "--device", "910b", "--count", "8"
     long = plan(*words, "--config.training.per_device_train_batch_size", "256").splitlines()
@@ -273,12 +273,54 @@ def test_which_devices_a_quantised_base_is_enough_for(plan):
     assert "--config.training.vllm_gpu_memory_utilization 0.18; or a base in fewer bits" in text
 
 
-def test_the_figures_of_the_readme(plan, tmp_path):
-    of_32b = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
-    fields = json.loads(Path(QWEN).read_text()) | of_32b | {"num_key_value_heads": 8, "max_window_layers": 64}
+@pytest.fixture
+def of_32b(tmp_path):
+    """Folder of a config.json with Qwen2.5-32B's sizes: 32.76 B weights, of which two bytes each are 61.03 GB."""
+    changes = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    fields = json.loads(Path(QWEN).read_text()) | changes | {"num_key_value_heads": 8, "max_window_layers": 64}
     (tmp_path / "config.json").write_text(json.dumps(fields))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fits", "peak", "said"),
+    [
+        ("fast", ["141"], (69, 70), "a worker takes 69.85 GB, more than 90% of 910b, 64 GB: larger devices"),
+        (
+            "vllm",
+            ["80", "141"],  # with a share of 0.8: 64 of 80 GB
+            (54, 55),
+            "with a share of 0.8, which does not hold its weights, 61.03 GB, and a completion: a base in fewer bits",
+        ),
+    ],
+)
+def test_what_a_worker_does_not_hold_fits_nowhere(plan, of_32b, engine, fits, peak, said):
+    """FSDP2 splits the trainer's base over four devices, and each worker has it whole: 61.03 GB."""
+    flags = [str(ROOT / "recipes" / "gsm8k_qwen2_5_32b.yaml"), MODEL, of_32b, "--device", "910b", "--count", "4"]
+    flags += ["--parallel", "fsdp2", "--config.rollout.workers", "4", "--config.rollout.engine", engine]
+    found = json.loads(plan(*flags, "--json"))
+    assert [size for size, enough in found["fits"].items() if enough] == fits
+    assert found["by_quantisation"]["as it is"]["fits"] == fits
+    assert found["proposal"] is None
+    assert peak[0] < found["worker_peak"] / 2**30 < peak[1]
+    text = plan(*flags)
+    (this,) = [line for line in text.splitlines() if line.startswith("fsdp2 (this)")]
+    assert this.endswith("  " + ", ".join(fits))
+    assert said in " ".join(text.split())
+
+
+def test_a_workers_share_is_no_more_than_is_free(plan):
+    """Of 64 GB 60.5 are free, 0.945."""
+    flags = [str(ROOT / "recipes" / "gsm8k_pool_7b.yaml"), MODEL, QWEN, "--device", "910b", "--count", "4"]
+    flags += ["--config.rollout.engine", "vllm", "--config.training.vllm_gpu_memory_utilization"]
+    said = "with a share of 0.97, as 60.50 GB are free: --config.training.vllm_gpu_memory_utilization 0.94; or larger"
+    assert said in " ".join(plan(*flags, "0.97").split())
+    assert json.loads(plan(*flags, "0.94", "--json"))["proposal"]
+
+
+def test_the_figures_of_the_readme(plan, of_32b):
     found = {}
-    for size, model in (("7B", QWEN), ("32B", str(tmp_path))):
+    for size, model in (("7B", QWEN), ("32B", of_32b)):
         for engine in ("fast", "vllm"):
             flags = MODEL, model, "--device", "h100", "--config.rollout.engine", engine, "--json"
             for name, option in json.loads(plan(RECIPE, *flags))["by_quantisation"].items():

@@ -257,6 +257,8 @@ def test_a_workers_vllm_is_on_the_workers_device():
     assert list(vllm_room(SHAPE, job, DEVICE)) == []
     (line,) = workers_room(SHAPE, job, DEVICE)
     assert line.startswith("4 + 2 devices: 2 workers draw; vLLM's share of 51.2 GB leaves 51.")
+    held = [(item.name, item.bytes) for item in worker_items(SHAPE, job, replace(DEVICE, runtime=5), 100)]
+    assert held == [("runtime (context, collectives)", 5), ("vLLM's share", 80)]
 
 
 def test_float32_weights_are_laid_out_again_on_a_cpu():

@@ -6,7 +6,7 @@ import pytest
 
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.memory import GB, Job, Shape, with_batch
-from perl.tools.plan.page import USABLE, Plan, as_text
+from perl.tools.plan.page import USABLE, Plan, as_text, sampler_bytes
 
 SHAPE = Shape(  # Qwen2.5-7B with LoRA r 16 on all linears
     parameters=7_615_616_512,
@@ -76,7 +76,7 @@ def test_checkpointing_is_proposed_where_nothing_else_fits():
         (64, "--config.training.vllm_gpu_memory_utilization 0.23; or a base in fewer bits"),
         (
             16,
-            "a base in fewer bits; vLLM's weights split over several devices, --config.training.vllm_tensor_parallel_",
+            "a base in fewer bits; or vLLM's weights split over several devices, --config.training.vllm_tensor_paral",
         ),
     ],
 )
@@ -84,6 +84,59 @@ def test_a_share_for_vllm_is_advised_where_the_training_fits_beside_it(size, cur
     """14.2 GB of weights: of 16 GB they leave the training too little."""
     job = replace(JOB, engine="vllm", vllm_share=0.05)
     assert cure in " ".join(as_text(plan(job, size)).split())
+
+
+DRAWN = replace(JOB, parallel="fsdp2", workers=2, piece=80, alike=True, completion=128, group=4)
+
+
+def test_a_run_fits_where_its_workers_do_too():
+    """A worker: 3.5 GB of runtime, 7.6 B weights, an adapter in float32, 80 x 640 tokens of 57,344 bytes in the cache,
+    and for a moment 16 prompts of 512 tokens. A trainer has a fourth of the weights."""
+    planned = plan(DRAWN, 64)
+    prefill = 16 * (512 * (2 * (3 * 18_944 + 2 * 3584) + 4 * 3584 + 57_344) + 4 * 152_064)
+    worker = 7 * GB // 2 + 2 * 7_615_616_512 + 4 * 40_370_176 + 80 * 640 * 57_344 + prefill  # 22.10 GB
+    assert planned.worker_peak(DRAWN) == planned.worker_peak(DRAWN, 24 * GB) == worker
+    assert max(planned.peaks(DRAWN, 24 * GB).values()) < 14 * GB
+    assert [planned.fits(DRAWN, size * GB) for size in (24, 25, 64)] == [False, True, True]
+    small = plan(DRAWN, 24)
+    assert small.proposal() is None
+    text = " ".join(as_text(small).split())
+    said = "a worker takes 22.10 GB, more than 90% of 910b, 24 GB: --config.rollout.max_batch_tokens 41600; or larger"
+    assert said in text  # 21.6 GB are 65 x 640 tokens
+    assert small.fits(replace(DRAWN, max_batch_tokens=65 * 640), 24 * GB)
+    assert not small.fits(replace(DRAWN, max_batch_tokens=66 * 640), 24 * GB)
+
+
+def test_what_is_drawn_with_is_the_workers():
+    """Its int8 copy is beside the base: a byte for each of 6,525,288,448 weights but the head's, and the scales."""
+    drawn = dict(plan(DRAWN, 64).by_quantisation())["rollouts in int8"]
+    assert sampler_bytes(plan(DRAWN, 64), drawn) == 6_525_288_448 + 2 * (1_542_656 - 152_064)
+    assert sampler_bytes(plan(DRAWN, 64), DRAWN) == 0
+
+
+def test_on_a_cpu_all_processes_share_one_memory():
+    """Of float32 weights a worker holds two copies, one without the embedding; it decodes 64 rows at once there."""
+    job = replace(DRAWN, parallel="ddp", weight_bytes=4, compute_bytes=4, processes=2)
+    planned = Plan("a model", SHAPE, job, replace(DEVICES["cpu"], memory=512 * GB), [])
+    prefill = 16 * (512 * (4 * (3 * 18_944 + 2 * 3584) + 4 * 3584 + 114_688) + 4 * 152_064)
+    worker = 4 * (7_615_616_512 + 7_070_285_824 + 40_370_176) + 64 * 640 * 114_688 + prefill
+    assert planned.worker_peak(job) == worker
+    both = 2 * max(planned.peaks(job).values())
+    assert planned.held(job) == both + 2 * worker
+    least = (both + 2 * worker) * 10 // 9
+    assert [planned.fits(job, least + more) for more in (2, -2)] == [True, False]
+    alone = replace(job, workers=0, piece=0, alike=False)
+    assert planned.held(alone) == 2 * max(planned.peaks(alone).values())
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "fits"),
+    [(0.94, 64, True), (0.95, 64, False), (0.8, 32, True), (0.4, 32, False), (0.99, 16, False)],
+)
+def test_a_workers_vllm_has_all_that_is_free_and_no_more(share, size, fits):
+    """Of 64 GB 3.5 are taken: 0.945 are free. 0.4 of 32 GB do not hold 14.18."""
+    job = replace(DRAWN, engine="vllm", vllm_share=share)
+    assert plan(job, size).fits(job, size * GB) == fits
 
 
 def test_one_process_under_deepspeed_is_compared_too():
