@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from perl import device
 from perl.adapters.checks import STRATEGIES, check_base, check_method
 from perl.base.errors import UserError, lookup
+from perl.config.derived import too_many_workers
 from perl.config.files import look_for
 from perl.config.load import GRPO, Config, parse_for
 from perl.environments.tools import load_environment
@@ -35,8 +36,10 @@ MODES = get_args(Parallel)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_flags(parser, "every --config.… flag overrides it")
     parser.add_argument("--device", default=None, help=f"{', '.join(DEVICES)}; default: this machine's")
-    many = "devices that train, one process each; default: the launch script's choice"
-    parser.add_argument("--count", type=int, default=None, help=many)
+    many = "NUM_PROCESSES, else the launch script's choice, 1 where this machine has other devices"
+    parser.add_argument(
+        "--count", type=int, default=None, help=f"devices that train, one process each; default: {many}"
+    )
     parser.add_argument(
         "--parallel",
         default=None,
@@ -65,6 +68,9 @@ def run(args: Any) -> int:
     if parsed.program is GRPO and packed_by_kernel(config.training.attention_kernels, where, job):
         where = dataclasses.replace(where, by_row=False)
     rooms = [*vllm_room(shape, job, where), *workers_room(shape, job, where)]
+    if isinstance(config, Config):
+        batch = config.training.num_generations or 1, config.training.generation_batch_size or 1
+        rooms += filter(None, [too_many_workers(*batch, config.rollout)])
     notes = [*taken, *why, *parsed.warnings, *rough(config, quantised), *rooms]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
@@ -84,8 +90,8 @@ def _device(name: str | None, count: int | None, workers: int) -> tuple[Device, 
             raise UserError(f"--device: this machine has {device.name()}; write one of {', '.join(kinds)}")
         name = kinds[0]
     chosen = lookup(DEVICES, name, "device", "--device")
-    if count is None:
-        count = requested_processes(here, workers) if chosen.kind == here.kind else 1
+    if count is None:  # of a machine with other devices nothing bounds NUM_PROCESSES, as on a CPU
+        count = requested_processes(here if chosen.kind == here.kind else device.Devices("cpu", 1), workers)
     if count < 1:
         raise UserError(f"--count {count}: write a number of devices from 1")
     return chosen, count

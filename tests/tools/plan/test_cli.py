@@ -406,6 +406,27 @@ def test_as_many_processes_as_the_launch_script_starts(plan, monkeypatch):
     assert json.loads(plan(*flags))["count"] == 2
 
 
+def test_num_processes_counts_for_devices_that_are_elsewhere_too(plan, monkeypatch):
+    monkeypatch.setattr("perl.device.detect", lambda: Devices("cuda", 1))
+    flags = RECIPE, MODEL, QWEN, "--device", "910b", "--json"
+    assert json.loads(plan(*flags))["count"] == 1
+    monkeypatch.setenv("NUM_PROCESSES", "4")
+    found = json.loads(plan(*flags))
+    assert (found["count"], found["parallel"]) == (4, "zero2")
+    monkeypatch.setenv("NUM_PROCESSES", "four")
+    with pytest.raises(UserError, match="NUM_PROCESSES=four: give a whole number from 1"):
+        plan(*flags)
+
+
+def test_workers_for_which_there_is_no_piece_are_told(plan):
+    """A quarter of a generation batch is a piece."""
+    flags = RECIPE, MODEL, QWEN, "--device", "h100", "--json", "--config.rollout.workers"
+    told = [note for note in json.loads(plan(*flags, "5"))["notes"] if "never draw" in note]
+    assert len(told) == 1
+    assert told[0].startswith("--config.rollout.workers 5: 1 of them never draw")
+    assert not any("never draw" in note for note in json.loads(plan(*flags, "4"))["notes"])
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
