@@ -7,11 +7,10 @@ import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 
-from perl import device
 from perl.base.errors import UserError
 from perl.config.evaluation import vllm_options
 from perl.engines.vllm import lora_rank
@@ -23,10 +22,9 @@ from perl.evaluation.setup import Setup
 from perl.evaluation.weights import WeightsAhead, remove_merged
 from perl.prompts import ChatTemplate
 from perl.records import Completion, Sample
-from perl.scoring.results import Generation
 from perl.workers.conversations import Talks
 from perl.workers.pool import WorkerPool
-from perl.workers.worker import EngineJob, Request, RequestId, WeightsSpec, computed_in
+from perl.workers.worker import EngineJob, Request, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -34,54 +32,11 @@ CONTEXT_STEP = 1024
 """vLLM compiles a model again for each length of context, and keeps what it has compiled: few lengths, few times."""
 
 
-class UnderWay:
-    """A run whose samples were submitted."""
-
-    def __init__(self, run: CandidateRun, weights: WeightsSpec):
-        self.run = run
-        self.dtype = computed_in(weights)
-        self.remaining = len(run.runnable)
-        self.tokens = 0
-        self.began = self.ended = time.monotonic()
-
-    def count(self, completion: Completion) -> None:
-        self.tokens += len(completion.content_ids)
-        self.remaining -= 1
-        self.ended = time.monotonic()
-
-    def generation(self, setup: Setup, pool: WorkerPool, since: float) -> Generation:
-        """What summary.json tells of it.
-
-        Args:
-            since: time.monotonic() when the command began, or the run before had ended.
-        """
-        config = setup.config
-        first = max(pool.first_ready or self.ended, self.began, since)
-        return cast(
-            "Generation",
-            {
-                "engine": setup.engine,
-                "executor": config.executor,
-                "dp_size": config.dp_size,
-                "tp_size": config.tp_size,
-                **vllm_options(config),
-                **({"dtype": self.dtype} if setup.executor.devices.kind == device.detect().kind else {}),
-                "device": setup.executor.devices.kind,
-                "rows": len(self.run.runnable),
-                "tokens": self.tokens,
-                "start_s": round(first - since, 2),
-                "wall_s": round(self.ended - first, 2),
-                "tokens_per_s": round(self.tokens / max(self.ended - first, 1e-9), 1),
-                "worker_restarts": pool.restarts,
-            },
-        )
-
-
 def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
     """Complete, grade and store the samples that are pending."""
     since = time.monotonic()
     total = sum(len(each.samples) for run in runs for each in run.problem_sets)
-    pending = sum(len(run.pending) for run in runs)
+    pending = sum(len(run.runnable) + len(run.overlong) for run in runs)
     if not pending:
         return
     stores = {dataset: store for run in runs for dataset, store in run.stores.items()}
@@ -97,16 +52,15 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
         if not samples:
             return
         job, logs = make_job(setup, samples.values()), Path(setup.config.result_dir) / "logs"
-        submitted: dict[str, UnderWay] = {}
+        run_of = {dataset: run for run in candidates for dataset in run.stores}
         with (
             WeightsAhead(setup, candidates) as weights,
             WorkerPool(setup.executor, job, logs, engine_works) as pool,
         ):
             while weights or pool.unfinished:
-                if ready := weights.take(sum(each.remaining > 0 for each in submitted.values())):
+                if ready := weights.take(sum(run.remaining > 0 for run in candidates)):
                     run, spec = ready
-                    under_way = UnderWay(run, spec)
-                    submitted |= dict.fromkeys(run.stores, under_way)
+                    run.begin(spec)
                     pool.submit(spec, requests_of(setup, run.runnable))
                 for sample_id, completion in pool.poll(timeout=0.5):
                     sample = samples[sample_id]
@@ -114,12 +68,11 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
                         where = sample.problem.source or sample.key
                         logger.warning("%s, sample %d: %s; it counts as wrong", where, sample.index, completion.error)
                     recorder.add(sample, completion)
-                    under_way = submitted[sample.dataset]
-                    under_way.count(completion)
-                    if not under_way.remaining:
-                        under_way.run.generation = under_way.generation(setup, pool, since)
-                        since = under_way.ended
-                        remove_merged(setup, under_way.run.candidate)
+                    run = run_of[sample.dataset]
+                    run.count(completion)
+                    if not run.remaining:
+                        since = run.end(setup, pool, since)
+                        remove_merged(setup, run.candidate)
                 progress.refresh()
 
 
@@ -138,15 +91,13 @@ def is_served(setup: Setup, run: CandidateRun) -> bool:
 
 def skip_overlong(setup: Setup, run: CandidateRun, recorder: Recorder) -> None:
     """Record a prompt that leaves no room for a completion as an empty, truncated one, saying so."""
-    runnable = {sample.id for sample in run.runnable}
-    overlong = [sample for sample in run.pending if sample.id not in runnable]
-    for sample in overlong:
+    for sample in run.overlong:
         error = f"the prompt has {len(sample.token_ids)} tokens, the context {setup.context}"
         recorder.add(sample, Completion.failed(error))
-    if overlong:
+    if run.overlong:
         logger.warning(
             "%d prompts fill the context of %d tokens and get no completion (the first: %s); they count as wrong",
-            len(overlong), setup.context, overlong[0].problem.source,
+            len(run.overlong), setup.context, run.overlong[0].problem.source,
         )  # fmt: skip
 
 
