@@ -290,11 +290,10 @@ class PoolEngine:
         if self.local.noise is not None:
             self.local.noise.rms[:] = state["rms"]
         with self._changing():
-            payload = self._payloads.get(weights.version)
+            payload, policy = self._payloads.get(weights.version), state["policy"]
             if payload is None:
-                policy = state["policy"]
                 payload = self._packed() if policy is None else (policy.numpy().tobytes(), state["rms"])
-            with self._holding(payload):
+            with contextlib.nullcontext() if policy is None else self._holding(payload):
                 self._keep(weights, payload)
         return True
 

@@ -40,6 +40,14 @@ def test_two_processes_draw_by_workers_and_go_on_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_whose_workers_are_lost_go_on_with_the_batch_that_was_not_drawn(tmp_path):
+    """The checkpoint that the line named ended each resumed run."""
+    first, second = run(tmp_path, "[0]", '{"lost_at": 2}')
+    assert first == second
+    assert first["0"]["same"]
+
+
+@pytest.mark.slow
 def test_processes_wait_for_a_worker_for_longer_than_for_each_other(tmp_path):
     first, second = run(tmp_path, "[0]", '{"patience_s": 30, "late_s": 60}')
     assert first == second
