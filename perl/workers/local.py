@@ -97,12 +97,10 @@ class ProcessLink:
         if self._connection.closed:
             return None
         assert self._process.pid is not None
-        for end in (os.killpg, os.kill):
-            try:
-                end(self._process.pid, signal.SIGKILL)
-                break
-            except ProcessLookupError:  # no group of its own yet, or gone already
-                continue
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # no group of its own yet, or gone already, and its id may be another's
+            self._process.kill()
         self._outbox.put(NO_MORE)
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)  # ends the waits of both threads
