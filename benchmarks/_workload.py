@@ -276,7 +276,7 @@ def draw(trainer: Any, work: Workload, longest: int | None = None) -> list[list[
     engine, sampling = trainer.step.engine, trainer.step.collector.sampling
     if longest is not None:
         sampling = replace(sampling, max_new_tokens=longest)
-    engine.publish(Weights(version=trainer.state.global_step, sigma=trainer.step.sigma()))
+    engine.publish(Weights(version=trainer.state.global_step, sigma=trainer.step.noise_stage.stage.sigma))
     seeds = itertools.count(1000 * trainer.state.global_step)
     prompts = [Prompt(token_ids=tuple(row), seed=next(seeds), sampling=sampling) for row in work.rows]
     completions = dict(engine.stream(prompts))

@@ -151,7 +151,7 @@ def kept_batches(trainer: Any) -> list[Batch]:
 def draw(trainer: Any, prompts: Sequence[Sequence[int]], group_size: int) -> list[list[int]]:
     """Completions of token ids by a rollout outside of a training, each prompt's one after the other."""
     step, sampling = trainer.step, trainer.step.collector.sampling
-    step.engine.publish(Weights(version=trainer.state.global_step, sigma=step.sigma()))
+    step.engine.publish(Weights(version=trainer.state.global_step, sigma=step.noise_stage.stage.sigma))
     rows = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(group_size)]
     feed = [
         Prompt(
