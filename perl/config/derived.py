@@ -50,11 +50,18 @@ def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
 
 
-def too_many_workers(group: int, rows: int, rollout: RolloutConfig) -> str | None:
+def too_many_workers(config: Any) -> str | None:
     """That some workers of a training never draw, as fewer pieces are handed out at once, and what to write; None where
-    each can have one."""
+    each can have one.
+
+    Args:
+        config: as it was built.
+    """
+    training, rollout = config.training, config.rollout
+    group, rows = training.num_generations or 1, training.generation_batch_size or 1
     batches, size, groups = batches_ahead(rollout) + 1, pieces_of(group, rows, rollout), rows // group
-    pieces = math.ceil(rows / size) * batches
+    greedy = groups if ALGORITHMS[config.algorithm.name].greedy else 0
+    pieces = math.ceil((rows + greedy) / size) * batches
     if rollout.workers <= pieces:
         return None
     needed = math.ceil(rollout.workers / batches)

@@ -253,8 +253,7 @@ def check_engine(config: Config, strategy: str) -> None:
         require_room(config.rollout.workers, _processes_here(config.training))
     if config.rollout.workers and config.rollout.executor == "ray" and config.training.process_index == 0:
         require_ray(config.rollout.ray_address, training=True)  # by the process that will ask it
-    group, rows = config.training.num_generations or 1, config.training.generation_batch_size or 1
-    if config.training.process_index == 0 and (idle := too_many_workers(group, rows, config.rollout)):
+    if config.training.process_index == 0 and (idle := too_many_workers(config)):
         log.warning(idle)
     if strategy == "zero3" and not config.training.ds3_gather_for_generation:
         lag = f"--config.rollout.{'lag' if config.rollout.lag else 'max_staleness'}"

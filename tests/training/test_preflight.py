@@ -102,6 +102,7 @@ def test_under_fsdp2_a_quantised_base_is_the_workers():
         ("rollout.workers 4", None),
         ("rollout.workers 6", "6: 2 of them never draw, as no more than 4 pieces of 128 completions are handed out"),
         ("rollout.workers 6", "at once; write --config.rollout.piece_size 80, or --config.rollout.workers 4"),
+        ("rollout.workers 5, algorithm.name remax", None),  # and one of greedy completions
         ("rollout.workers 8, rollout.lag 1", None),
         ("rollout.workers 9, rollout.lag 1", "write --config.rollout.piece_size 96, or --config.rollout.workers 8"),
         ("rollout.workers 64, rollout.piece_size 512", "at once; write --config.rollout.workers 1"),

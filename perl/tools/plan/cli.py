@@ -69,8 +69,7 @@ def run(args: Any) -> int:
         where = dataclasses.replace(where, by_row=False)
     rooms = [*vllm_room(shape, job, where), *workers_room(shape, job, where)]
     if isinstance(config, Config):
-        batch = config.training.num_generations or 1, config.training.generation_batch_size or 1
-        rooms += filter(None, [too_many_workers(*batch, config.rollout)])
+        rooms += filter(None, [too_many_workers(config)])
     notes = [*taken, *why, *parsed.warnings, *rough(config, quantised), *rooms]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
