@@ -67,9 +67,8 @@ def too_many_workers(config: Any) -> str | None:
     needed = math.ceil(rollout.workers / batches)
     smaller = f"--config.rollout.piece_size {group * (groups // needed)}, or " if needed <= groups else ""
     return (
-        f"--config.rollout.workers {rollout.workers}: {rollout.workers - pieces} of them never draw, as no more than"
-        f" {pieces} pieces of {size} completions are handed out at once; write {smaller}"
-        f"--config.rollout.workers {pieces}"
+        f"--config.rollout.workers {rollout.workers}: no more than {pieces} pieces of {size} completions are handed out"
+        f" at once, and the other workers never draw; write {smaller}--config.rollout.workers {pieces}"
     )
 
 

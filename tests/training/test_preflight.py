@@ -100,14 +100,14 @@ def test_under_fsdp2_a_quantised_base_is_the_workers():
     ("flags", "said"),
     [
         ("rollout.workers 4", None),
-        ("rollout.workers 6", "6: 2 of them never draw, as no more than 4 pieces of 128 completions are handed out"),
-        ("rollout.workers 6", "at once; write --config.rollout.piece_size 80, or --config.rollout.workers 4"),
+        ("rollout.workers 6", "6: no more than 4 pieces of 128 completions are handed out at once, and the other"),
+        ("rollout.workers 6", "draw; write --config.rollout.piece_size 80, or --config.rollout.workers 4"),
         ("rollout.workers 5, algorithm.name remax", None),  # and one of greedy completions
         ("rollout.workers 8, rollout.lag 1", None),
         ("rollout.workers 9, rollout.lag 1", "write --config.rollout.piece_size 96, or --config.rollout.workers 8"),
-        ("rollout.workers 64, rollout.piece_size 512", "at once; write --config.rollout.workers 1"),
+        ("rollout.workers 64, rollout.piece_size 512", "draw; write --config.rollout.workers 1"),
         ("rollout.workers 64, rollout.max_staleness 1", None),
-        ("rollout.workers 65, rollout.max_staleness 1", "once; write --config.rollout.workers 64"),
+        ("rollout.workers 65, rollout.max_staleness 1", "draw; write --config.rollout.workers 64"),
     ],
 )
 def test_workers_for_which_there_is_no_piece_are_told_once(flags, said, caplog):

@@ -423,7 +423,7 @@ def test_workers_for_which_there_is_no_piece_are_told(plan):
     flags = RECIPE, MODEL, QWEN, "--device", "h100", "--json", "--config.rollout.workers"
     told = [note for note in json.loads(plan(*flags, "5"))["notes"] if "never draw" in note]
     assert len(told) == 1
-    assert told[0].startswith("--config.rollout.workers 5: 1 of them never draw")
+    assert told[0].startswith("--config.rollout.workers 5: no more than 4 pieces of ")
     assert not any("never draw" in note for note in json.loads(plan(*flags, "4"))["notes"])
 
 
