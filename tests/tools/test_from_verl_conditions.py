@@ -4,8 +4,10 @@ What a condition comes to is bash's own answer: `test_conditions_are_bashs` asks
 """
 
 import json
+import re
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -145,11 +147,17 @@ def test_settings_go_to_scripts_alone():
 @pytest.mark.parametrize(
     ("lines", "value"),
     [
-        ("if command -v uv; then Y=a; else Y=a; fi", "a"),
+        ("Y=a; if [ -f x ]; then Y=a; fi", "a"),
+        ("if [ -f x ]; then Y=b; exit 1; else Y=a; fi", "a"),
+        ("Y=b; if [ -f x ]; then Y=a; else echo; exit 1; fi", "a"),
+        ("Y=a; [ -f x ] && { Y=b; exit 1; }", "a"),
+        ("Y=a; X=1; if [ -f x ]; then if [ $X = 2 ]; then Y=b; fi; fi", "a"),
+        ("for i in 1 2 3; do curl x && break; sleep 5; done; Y=a", "a"),
+        ("Y=a; for i in 1 2; do [ -f x ] && continue; Y=a; done", "a"),
+        ("Y=a; f() { local Y=b; cd /; }; [ -f x ] && (f); f; cd /usr; Y=$Y$PWD", "a/usr"),
         ("if [ -f x ]; then echo; exit 1; fi; Y=a", "a"),
         ("Y=a; case $(uname) in Linux) ;; *) exit 1 ;; esac", "a"),
         ("f() { if [ -f x ]; then exit 1; fi; Y=a; }; f", "a"),
-        ("D=$(uname); case a in $D) Y=a ;; *) Y=a ;; esac", "a"),
         ("Y=a; pip install x || true", "a"),
         ("Y=a; [ -f x ] && Z=1", "a"),
         ("[ -f x ] && [ a = b ] && Y=b; Y=${Y:-a}", "a"),
@@ -175,6 +183,11 @@ def test_settings_go_to_scripts_alone():
         ("Y=$(( 9007199254740993 / -1 ))$(( -7 / 2 ))$(( -7 % 3 ))", "-9007199254740993-3-1"),
         ('A=(a b c d); Y="${A[*]:1:2}"', "b c"),
         ('A=(a b); set -- "${A[@]:0:1}" c d; Y="${*:2:1}${@:3}"', "cd"),
+        ("A=1 B=2\nexport Y=a", "a"),
+        ("A=$(C=1 D=2\necho a) B=2\nexport Y=a", "a"),
+        ("A=1 B=2 # one line\n[ $A = 1 ] && Y=a", "a"),
+        ("set -- a b; for i; do Y=$i; done", "b"),
+        ("f() { Y=a; } > /dev/null; f", "a"),
     ],
 )
 def test_what_does_not_matter_is_passed_over(lines, value):
@@ -185,6 +198,9 @@ def test_what_does_not_matter_is_passed_over(lines, value):
     ("lines", "name"),
     [
         ("if [ -f x ]; then Y=a; else Y=b; fi", "Y"),
+        ("if command -v uv; then Y=a; else Y=a; fi", "Y"),
+        ("D=$(uname); case a in $D) Y=a ;; *) Y=a ;; esac", "D"),
+        ("D=$(uname); case $D in Linux) N=1 ;; esac; [ $N = 1 ] && Y=a", "D"),
         ("Y=b; [ -f x ] && Y=a", "Y"),
         ("command -v npu-smi > /dev/null && Y=npu || Y=gpu", "Y"),
         ("D=$(uname); if [ $D = Linux ]; then Y=a; fi", "D"),
@@ -192,11 +208,25 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("for i in *; do Y=$i; done", "Y"),
         ("Y=b; for i in 1 2; do if [ -f x ]; then break; fi; Y=a; done", "Y"),
         ("read Y", "Y"),
+        ("Y=b; [ -f x ] && unset Y", "Y"),
+        ("[ -f x ] && : ${Y:=b}; Y=${Y:-a}", "Y"),
+        ("[ -f x ] && printf -v Y a", "Y"),
+        ("[ -f x ] && { ((Y=1)); }", "Y"),
+        ("Y=b; set -- a; [ -f x ] && { shift; Y=$1; }", "Y"),
+        ("Y=b; f() { [ -f x ] || return 0; Y=a; }; g() { f; }; X=1 g", "Y"),
+        ("Y=b; for i in 1 2; do [ -f x ] && continue; Y=a; done", "Y"),
+        ("Y=b; for i in 1 2; do for j in 1 2; do [ -f x ] && break; Y=a; done; done", "Y"),
+        ("Y=b; A=1; while read l; do [ $A = 2 ] && Y=a; A=2; done", "Y"),
+        ("Y=b; A=1; for i in *; do case $A in 2) Y=a ;; esac; ((A++)); done", "Y"),
+        ("Y=b; until [ -f x ]; do if true; then Y=a; fi; done", "Y"),
+        ("for ((Y=0; Y<3; Y++)); do true; done", "Y"),
+        ("select Y in a b; do break; done", "Y"),
         ("Y=$(cat x) || Y=b", "Y"),
         ("( [ -f x ] && exit 1; true ) || Y=2", "Y"),
         ("case 7 in [[:digit:]]) Y=a ;; *) Y=b ;; esac", "Y"),
         ('M=a/b; Y=${M//"/"/_}', "Y"),
         ('A=(a b); IFS=,; Y="${A[*]}"', "Y"),
+        ("A=(a b); A+=c; Y=${A[0]}", "A"),
         ("M=a/b; a=b; Y=${M/$a/Q}", "Y"),
         ("M=a/b; a=b; Y=${M/b/$a}", "Y"),
         ("M=a/b; s=/b; Y=${M%$s}", "Y"),
@@ -247,11 +277,20 @@ def test_what_matters_names_the_variable_to_set(lines, name):
         ("V=$(nproc); Y=${V:+5}", "V"),
         ("[ -f x ] && V=1; Y=${V+set}", "V"),
         ("[ -f x ] && V=1; [ -v V ] && Y=a || Y=b", "V"),
+        ("A=(a); [ -f x ] && A=(a b); Y=${#A[@]}", "Y"),
+        ("A=(a); [ -f x ] && A=(a b); A+=(c); Y=${A[1]}", "A"),
+        ("A=($(ls)); Y=${#A[@]}", "Y"),
+        ("set -- a b; [ -f x ] && shift; Y=${2:-c}$#", ""),
+        ('set -- a b; [ -f x ] && set -- c; f() { Y=${2:-c}; }; f "$@"', ""),
+        ("[ $(uname) = Linux ] && Y=a || Y=b", "Y"),
     ],
 )
 def test_what_a_run_sets_is_unknown(monkeypatch, lines, name):
-    monkeypatch.delenv(name, raising=False)
-    assert f"; write --set {name}=" in train_files(lines)
+    monkeypatch.delenv(name or "Y", raising=False)
+    said = train_files(lines)
+    assert "run.sh:1: " in said
+    assert "Linux" not in said.partition("--set")[2]
+    assert f"; write --set {name}=" in said or not name
 
 
 @pytest.mark.parametrize("line", ["source a/b.sh", ". a/b.sh", "eval X=2"])
@@ -302,11 +341,102 @@ def test_arguments_of_the_script_are_set_by_number():
         written(f"{COMMAND}\n", **{"1": "/m"})
 
 
-def test_a_training_in_either_branch_is_the_same_training():
-    both = f"if [ -f x ]; then\n{COMMAND}\nelse\n{COMMAND}\nfi\n"
-    assert written(both).refused == {}
-    with pytest.raises(UserError, match=r"run.sh:2: whether this training runs .*; or give a script with the one com"):
-        written(both.replace("=4\nelse", "=4 data.seed=1\nelse"))
+def test_a_training_in_a_branch_runs_where_the_others_end_the_script():
+    lines = f"X=1; if [ -f x ]; then\nX=2\n{COMMAND} data.seed=$X\nelse\nX=3; exit 1\nfi\n"
+    assert written(lines).values["data.seed"] == "2"
+    for other in ("X=3", COMMAND, "[ -f y ] && exit 1"):
+        with pytest.raises(UserError, match=r"run.sh:3: whether this training runs .* decides; give a script with the"):
+            written(lines.replace("X=3; exit 1", other))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "M=verl.trainer.main_ppo; if [ $D = Linux ]; then\npython3 -m $M a.b=1; fi",
+        f"f() {{\n{COMMAND}\n}}; [ $D = Linux ] && f",
+        f"f() {{ [ $D = Linux ] || return; true;\n{COMMAND}\n}}; f",
+    ],
+)
+def test_a_training_that_may_not_run_names_what_decides(lines):
+    with pytest.raises(UserError) as error:
+        written(f"D=$(uname); {lines}\n")
+    why = "run.sh:2: whether this training runs depends on what only a run decides; write --set D=Linux"
+    assert str(error.value) == f"{why}; or give a script with the one command"
+
+
+def test_a_function_that_may_be_there_is_one_line():
+    with pytest.raises(UserError, match=r"run.sh:1: it depends on .*; which functions there are depends on it"):
+        written(f"[ -f x ] && f() {{ Y=a; }}\nf\n{COMMAND}\n")
+
+
+def test_a_variable_that_may_be_exported_may_be_seen():
+    result = written(f"VERL_USE_MODELSCOPE=True; [ -f x ] && export VERL_USE_MODELSCOPE\n{COMMAND}\n")
+    assert "which only a run decides" in result.no_effect["VERL_USE_MODELSCOPE"]
+
+
+PRELUDE = """
+u() { N=$((N + 1)); [ $N -lt 12 ] || exit; [ "${TAPE:$((N % 16)):1}" = 1 ]; }
+python3() { printf '%s\\n' "${@:3}"; printf 'E=%s\\n' "$(printenv E)"; }
+for TAPE in TAPES; do (unset A B C L; N=0; . ./run.sh) 2> /dev/null; echo END; done
+"""
+"""`u` is what only a run decides."""
+
+
+def statement(random: Random, depth: int, inside: str = "") -> str:
+    """A random statement of bash; `inside`: of a "loop", a "function"."""
+    name, block = random.choice("ABC"), lambda inside=inside: statement(random, depth - 1, inside)
+    values = ["1", "2", '"$A"', '"${B:-2}"', '"${C:=1}"', "$#", '"$2"', '"${@:2}"', '"${#L[@]}"', '"${L[*]}"']
+    condition = random.choice(["u", f'[ "${name}" = 1 ]', f'[ "${name}" != 2 ]', "[ $# -gt 1 ]", "! u && f", "f"])
+    value, ends = random.choice(values), {"loop": ["break", "continue"], "function": ["return", "return 1"]}
+    simple = [f"{name}={value}", f"{name}+={value}", f"E={value}", f"L+=({value})", f"L=({value} {value})", "f 1"]
+    simple += [
+        "export E",
+        *[f"unset {name}"] * (not inside),
+        "shift",
+        'set -- "$@" 1',
+        f"set -- {value}",
+        "read A <<< 2",
+        "((B=3))",
+    ]
+    simple += [f"{name}=2 f 2", "(exit)", *ends.get(inside, []) * 3]
+    if depth == 0:
+        return random.choice(simple)
+    loop = random.choice([f"for {name} in 1 2", "while u", "until u", f"for {name}", f"for {name} in $(seq 2)"])
+    return random.choice(
+        [
+            f"{random.choice(simple)}\n{block()}\n{block()}",
+            f"if {condition}; then\n{block()}\nelif {condition}; then\n{block()}\nfi\n{block()}",
+            f"if {condition}; then\n{block()}\nelse\n{block()}\n{random.choice(['exit', 'true'])}\nfi",
+            f'case "${name}" in 1) {block()} ;; 2*) {block()} ;; *) {block()} ;; esac',
+            f"{condition} {random.choice(['&&', '||'])} {{ {block()}\n}}\n{block()}",
+            f"{loop}; do\n{block('loop')}\n{block('loop')}\ndone",
+            f"( {block('')}\n)\n{block()}",
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_run_does_otherwise(seed):
+    """What is known of a random script's training is so in each run of it by bash, whatever `u` comes to."""
+    random = Random(seed)
+    words = ['a.A="$A"', 'a.B="$B"', 'a.C="${C-none}"', 'a.n="$#"', 'a.s="$*"', 'a.m="${#L[@]}"']
+    body = re.sub(r"\bf\b", "true", "\n".join(statement(random, 1, "function") for _ in range(2)))
+    lines = "\n".join(statement(random, 2) for _ in range(5))
+    text = f"set -- 1 2 3\nf() {{\n{body}\n}}\n{lines}\npython3 -m verl.trainer.main_ppo {' '.join(words)}\n"
+    Path("run.sh").write_text(text)
+    tapes = " ".join(f"{random.getrandbits(16):016b}" for _ in range(6))
+    bash = ["bash", "-c", PRELUDE.replace("TAPES", tapes)]
+    runs = [it.splitlines() for it in subprocess.run(bash, capture_output=True, text=True).stdout.split("END\n")[:-1]]
+    try:
+        launch, script = read_script(Path("run.sh"), {})
+    except UserError:
+        return
+    known = {at: word for at, word in enumerate(launch.words) if not script.reasons_in(word)}
+    seen = launch.environment.get("E", "")
+    for run in filter(None, runs):
+        assert {at: run[at] for at in known} == known, text
+        assert len(run) == len(launch.words) + 1, text
+        assert script.reasons_in(seen) or run[-1] == f"E={seen}", text
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,28 @@ SCRIPTS = {
         + f"f0\n{COMMAND}\n",
         ENDLESS,
     ),
+    "functions that call functions on both sides": (
+        "".join(f"f{i}() {{ f{i + 1} && f{i + 1}; }}\n" for i in range(40)) + f"f40() {{ :; }}\nf0\n{COMMAND}\n",
+        ENDLESS,
+    ),
+    "a function that does nothing at length": (
+        "f() { if false; then\n" + "A=1\n" * 40000 + "fi; }\n" + LOOPS + "f\n" + "done\n" * 6 + COMMAND,
+        ENDLESS,
+    ),
+    "loops whose turns go on changing": (
+        "".join(f"A{i}=0\n" for i in range(3000))
+        + "while u; do\n"
+        + "".join(f"[ $A{i} = 1 ] && A{i + 1}=1\n" for i in reversed(range(2999)))
+        + f"A0=1\ndone\n{COMMAND}\n",
+        ENDLESS,
+    ),
+    "loops of which only a run decides": ("while u; do\n" * 60 + "A=1\n" + "done\n" * 60, "no command of verl in it"),
+    "a test of 50,000 parts": (f"if [ {'a -o ' * 50000}a ]; then A=1; fi\n{COMMAND}\n", "nest too deep"),
+    "a text that is put in 80,000 times": (f"A={'a' * 1000}\necho {'$A' * 80000}\n{COMMAND}\n", ENDLESS),
+    "a home that is long": (f"HOME=/{'a' * 10000}\necho {'~ ' * 50000}\n{COMMAND}\n", ENDLESS),
+    "the length of a text again and again": ("A=aaaa\n" + "A=$A$A\n" * 18 + "echo ${#A} ${A:+b}\n" * 5000, ENDLESS),
+    "subshells of many variables": ("".join(f"a{i}=\n" for i in range(10000)) + "(:)\n" * 10000, ENDLESS),
+    "words that could be programs": (f"echo {'a.py ' * 40000}\n", "no command of verl in it"),
     "a text put into itself": (f"A={'a' * 60000}\nB=${{A//a/{'b' * 60000}}}\n{COMMAND}\n", ENDLESS),
     "a long pattern": (f"A={'a' * 99999}\nB=${{A##*a*a*b}}\n{COMMAND}\n", ENDLESS),
     "powers of powers": ("x=9\n" + "x=$((x**64))\n" * 4 + f"{COMMAND} data.seed=$x\n", "$((x**64)) cannot be computed"),

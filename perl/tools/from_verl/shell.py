@@ -3,9 +3,11 @@
 tree-sitter's grammar of bash makes a tree of the script, and `Script` follows it: assignments, arrays, arithmetic,
 conditions, functions. What only a run could tell (the output of a command, a variable that nobody has set) becomes an
 *unknown*: a mark inside the text that says where it comes from. It does no harm until something that matters is made
-of it (`reasons_in`). So does a construct that is not read here. Where a condition depends on an unknown, each of its
-branches is followed, and what they disagree on is unknown (`_fork`). What a loop or a function sets of which only a run
-decides how far it goes, is unknown (`_forget`).
+of it (`reasons_in`). So does a construct that is not read here.
+
+What only a run decides to run (a branch whose condition depends on an unknown, a loop that goes round any number of
+times, what stands behind a `return` that may be reached) is in *doubt*: what it sets is unknown from then on, and a
+training in it is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import glob
+import itertools
 import operator
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +45,8 @@ LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
               "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
 """Variables that are set in each shell."""
+ARGUMENTS = "@"
+"""The variable that holds $1, $2, … of the script, or of the function that is followed."""
 PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
 """KEY=<path>, which a shell would take for redirections."""
 LIST = re.compile(rb"(?<==\[)\$([A-Za-z_]\w*)")
@@ -50,10 +55,12 @@ ALL_IN_ONE = re.compile(r"\$\{?(\w+\[)?\*")
 """$*, ${*…} and ${NAME[*]…}, which are one word where they are quoted."""
 WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
+LONGEST_PATTERN = 1000
 MOST_BYTES = 1 << 18
 """Of a script."""
 BUDGET = 10_000_000
-"""What following a script may cost: characters that are looked at, STEP for each statement."""
+"""What following a script may cost: the characters of its statements each time that they are followed, those of its
+variables each time that they are read, and STEP for each statement."""
 STEP = 100
 
 
@@ -67,6 +74,8 @@ class Unknown:
     """The variable that the user can set to decide it, "" where there is none."""
     values: tuple[str, ...] = ()
     """What the script compares it to."""
+    is_array: bool = False
+    """Whether it stands for any number of words."""
 
     def __str__(self) -> str:
         values = self.values or ("VALUE",)
@@ -89,14 +98,25 @@ class Launch:
 
 
 @dataclass
+class Frame:
+    """A function, a loop, one of its turns, or a branch, while it is followed."""
+
+    kind: str
+    function: str
+    """Its name, "" of others."""
+    doubt: Unknown | None = None
+    """Why only a run decides whether it runs, or its rest."""
+
+
+@dataclass
 class Script:
     """What is known while a script is followed."""
 
     place: str
     variables: dict[str, str | list[str]]
-    arguments: list[str] = field(default_factory=list)
-    exported: list[str] = field(default_factory=list)
-    """Names of variables that programs see."""
+    """ARGUMENTS too."""
+    exported: dict[str, Unknown | None] = field(default_factory=dict)
+    """Names of variables that programs see, and why only a run decides whether they do."""
     functions: dict[str, Node] = field(default_factory=dict)
     unknowns: list[Unknown] = field(default_factory=list)
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -106,12 +126,12 @@ class Script:
     inherited: set[str] = field(default_factory=set)
     """Names that the script reads before it sets them."""
     launches: list[Launch] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
     """What was put right, one line each."""
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
-    calls: list[str] = field(default_factory=list)
-    """Names of the functions that are followed now."""
+    frames: list[Frame] = field(default_factory=list)
+    """What is followed now, the innermost last."""
     budget: int = BUDGET
     unset_is_empty: bool = False
     """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
@@ -128,34 +148,61 @@ class Script:
                 " command"
             )
 
-    def unknown(self, node: Node, why: str = "", name: str = "", values: tuple[str, ...] = ()) -> str:
+    def unknown(self, node: Node, why: str = "", name: str = "") -> str:
         """A mark for what only a run of the script shows."""
+        return self.mark(Unknown(f"{self.at(node)}: {why or f'{_text(node)} is only known to a run'}", name))
+
+    def mark(self, unknown: Unknown) -> str:
         self.spend(STEP)
-        why = f"{self.at(node)}: {why or f'{_text(node)} is only known to a run'}"
-        self.unknowns.append(Unknown(why, name, values))
+        self.unknowns.append(unknown)
         return f"\ue000{MARK}:{len(self.unknowns) - 1}\ue001"
+
+    @property
+    def doubt(self) -> Unknown | None:
+        """Why only a run decides whether what is followed now runs; None where it does."""
+        return next((frame.doubt for frame in self.frames if frame.doubt is not None), None)
 
     def unknowns_in(self, text: str) -> list[Unknown]:
         return [self.unknowns[int(number)] for number in UNKNOWN.findall(text)]
 
     def reasons_in(self, text: str) -> list[str]:
         """Why parts of a text are unknown, and what to write; empty where all of it is known."""
-        return list(dict.fromkeys(map(str, self.unknowns_in(text))))
+        return list(dict.fromkeys(map(str, dict.fromkeys(self.unknowns_in(text)))))
 
     def name_unknowns(self, first: int, name: str) -> None:
         """Say that setting the variable `name` decides the unknowns from number `first` on."""
         self.unknowns[first:] = [replace(it, name=it.name or name) for it in self.unknowns[first:]]
 
-    def note(self, line: str) -> None:
-        if line not in self.notes:
-            self.notes.append(line)
+    def value(self, name: str) -> str | list[str] | None:
+        """What a variable is set to, None where it is not."""
+        value = self.variables.get(name)
+        self.spend(sum(len(word) + 1 for word in _as_list(value)))
+        return value
 
-    def store(self, name: str, value: str | list[str]) -> None:
-        """Set a variable. What only a run shows gives way to what the user has set."""
+    def counted(self, words: list[str]) -> str | list[str]:
+        """Words, or the first of them that stands for any number of words, as it is unknown then which is which."""
+        return next((word for word in words if any(it.is_array for it in self.unknowns_in(word))), words)
+
+    def store(self, name: str, value: str | list[str] | None) -> None:
+        """Set a variable, or unset it. In doubt, another value than it has is unknown; what is unknown gives way to
+        what the user has set."""
+        value = self.counted(value) if isinstance(value, list) else value
+        now, doubt = self.variables.get(name), self.doubt
+        if doubt is not None and value != now:
+            own = "" if name == ARGUMENTS else name
+            is_array = isinstance(value, list) or isinstance(now, list)
+            is_unknown = isinstance(now, str) and UNKNOWN.fullmatch(now)
+            value = now if is_unknown else self.mark(replace(doubt, name=doubt.name or own, is_array=is_array))
         if name in self.settings and any(map(UNKNOWN.search, _as_list(value))):
             value = self.settings[name]
             self.used.add(name)
-        self.variables[name] = value
+        self.put(name, value)
+
+    def put(self, name: str, value: str | list[str] | None) -> None:
+        if value is None:
+            self.variables.pop(name, None)
+        else:
+            self.variables[name] = value
 
 
 @dataclass
@@ -176,8 +223,8 @@ class _End(Exception):
     word: str
 
 
-class _MayEnd(_End):
-    """One that only a run decides on."""
+ENDED_BY = {"return": "function", "break": "loop", "continue": "turn", "exit": "script"}
+"""Which kind of frame each of them ends."""
 
 
 def read_script(
@@ -205,7 +252,7 @@ def read_script(
     settings = settings or {}
     own = {"0": str(path), "BASH_SOURCE": str(path), "PWD": os.getcwd()}
     script = Script(place=str(path), variables={**environment, **settings, **own}, settings=settings)
-    script.arguments = _arguments(settings)
+    script.variables[ARGUMENTS] = _arguments(settings)
     source = source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
     found = read_source(script, re.sub(rb"\\\s*\Z", b"", source))
     for name in settings.keys() - script.used:
@@ -232,8 +279,6 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
             f"{script.place}: brackets, commands or conditions nest too deep; give a script with the one command"
         ) from None
     except _End as end:
-        if end.word != "exit":
-            raise _astray(end) from None
         if not script.launches:
             raise UserError(f"{end.place}: the script ends here, before it trains; what it checks is not met") from None
     if len(script.launches) > 1:
@@ -246,18 +291,22 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     return script.launches[0], script
 
 
-def _astray(end: _End) -> UserError:
-    where = "function" if end.word == "return" else "loop"
-    return UserError(f"{end.place}: {end.word} stands in no {where}; take the line out of the script")
-
-
 def _tree(script: Script, source: bytes) -> Node:
     source = LIST.sub(rb"${\1}", PLACEHOLDER.sub(rb"\1'\2'", source))
     root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
     if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
         text = _text(bad).strip().splitlines() or ["something is missing"]
         raise UserError(f"{script.at(bad)}: not bash: {text[0]:.60}")
+    if ends := sorted(at for node in _all(root) if node.type == "command" for at in _ends_of_lines(node)):
+        return _tree(script, b";".join(source[at:to] for at, to in itertools.pairwise([0, *ends, len(source)])))
     return root
+
+
+def _ends_of_lines(command: Node) -> Iterator[int]:
+    """Where a line of several assignments ends that the grammar takes for the beginning of the command on the next."""
+    for (_, child), (gap, _) in itertools.pairwise(_with_gaps(command)):
+        if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
+            yield child.end_byte
 
 
 # Statements
@@ -273,7 +322,7 @@ def follow(script: Script, *nodes: Node) -> None:
 
 
 def _one(script: Script, node: Node) -> None:
-    script.spend(STEP)
+    script.spend(STEP + node.end_byte - node.start_byte)
     if node.children and node.children[0].type == "((":
         with contextlib.suppress(Undecided):
             _computed(script, node)
@@ -283,14 +332,40 @@ def _one(script: Script, node: Node) -> None:
 
 def _apart(script: Script, kind: Callable[[Script, Node], None], node: Node) -> None:
     """Follow what a shell of its own does, whose variables end with it; its trainings stay."""
-    inner = _copy(script)
-    try:
+    script.spend(len(script.variables) + len(script.functions) + len(script.exported))
+    own = {"variables": dict(script.variables), "functions": dict(script.functions), "exported": dict(script.exported)}
+    inner = replace(script, **own)
+    with contextlib.suppress(_End):  # of the shell within, alone
         kind(inner, node)
-    except _MayEnd:
-        raise
-    except _End:
-        pass  # the shell within, alone
-    script.budget, script.launches = inner.budget, inner.launches
+    script.budget = inner.budget
+
+
+@contextlib.contextmanager
+def _within(
+    script: Script, kind: str, node: Node | None = None, undecided: Undecided | None = None, function: str = ""
+) -> Iterator[Frame]:
+    """Follow a function, a loop, a turn or a branch, up to what ends it: in doubt where a `node` is the reason.
+
+    Where only a run decides whether something is reached that ends more than this, the rest of that is in doubt. An
+    `exit` that may be reached is left out: nothing is trained behind it.
+    """
+    frame = Frame(kind, function, script.doubt if node is not None else None)
+    if node is not None and frame.doubt is None:
+        why = "which only a run decides" if undecided else "which is not followed, or which only a run decides"
+        why = f"{script.at(node)}: it depends on {' '.join(_text(node).split())[:60]!r}, {why}"
+        name, values = (undecided.name, undecided.values or ("VALUE",)) if undecided else ("", ())
+        frame.doubt = Unknown(why, name, values if name else ())
+    script.frames.append(frame)
+    try:
+        yield frame
+    except _End as end:
+        if (ended := ENDED_BY[end.word]) != kind:
+            if frame.doubt is None:
+                raise
+            for outer in [it for it in script.frames if it.kind == ended][-1:]:
+                outer.doubt = frame.doubt
+    finally:
+        script.frames.pop()
 
 
 def _pipeline(script: Script, node: Node) -> None:
@@ -307,44 +382,45 @@ def _declaration(script: Script, node: Node) -> None:
     for child in node.named_children:
         name = _text(child.children[0] if child.type == "variable_assignment" else child).partition("[")[0]
         follow(script, child)
-        if exports:
-            script.exported.append(name)
+        if exports and (script.doubt is None or name not in script.exported):
+            script.exported[name] = script.doubt
 
 
 def _assign(script: Script, node: Node) -> None:
     """NAME=value, NAME+=value, NAME=(words)."""
     target, value = node.children[0], node.children[2] if len(node.children) > 2 else None
     name, first = _text(target).partition("[")[0], len(script.unknowns)
-    before = script.variables.get(name, "") if node.children[1].type == "+=" else ""
-    script.spend(len(before))
+    if value is not None and value.type == "array":
+        result = [word for child in value.named_children if child.type != "comment" for word in words_of(script, child)]
+    else:
+        result = "" if value is None else text_of(script, value)
+        script.name_unknowns(first, name)
+    before = script.value(name) if node.children[1].type == "+=" else None
     if target.type == "subscript":
         result = script.unknown(node, f"single elements of the array {name} are assigned")
-    elif value is not None and value.type == "array":
-        words = [word for child in value.named_children if child.type != "comment" for word in words_of(script, child)]
-        result = [*_as_list(before), *words]
-    else:
-        text = "" if value is None else text_of(script, value)
-        result = before + text if isinstance(before, str) else text
-        script.name_unknowns(first, name)
+    elif isinstance(result, list):
+        result = [*_as_list(before), *result]
+    elif before is not None:
+        result = before + result if isinstance(before, str) else script.unknown(node, name=name)
     script.store(name, result)
 
 
-Clause = tuple[Node, Callable[[Script], bool], list[Node]]
-"""What it is called in a line to the user, whether it is taken, and its statements."""
+Clause = tuple[Node, Callable[[], bool] | None, list[Node]]
+"""What it is called in a line to the user, whether it is taken (None: it is), and its statements."""
 
 
 def _if(script: Script, node: Node) -> None:
     clauses = [node, *(child for child in node.named_children if child.type in ("elif_clause", "else_clause"))]
-    _first(script, [_clause(clause, clauses) for clause in clauses])
+    _first(script, [_clause(script, clause, clauses) for clause in clauses])
 
 
-def _clause(node: Node, others: list[Node]) -> Clause:
+def _clause(script: Script, node: Node, others: list[Node]) -> Clause:
     """if, elif or else."""
     tokens = [child.type for child in node.children]
     at = tokens.index("then") if "then" in tokens else 0
     condition = [child for child in node.children[:at] if child.is_named]
     body = [child for child in node.children[at + 1 :] if child.is_named and child not in others]
-    return node, lambda script: _last_holds(script, condition) if condition else True, body
+    return node, partial(_last_holds, script, condition) if at else None, body
 
 
 def _case(script: Script, node: Node) -> None:
@@ -355,62 +431,86 @@ def _case(script: Script, node: Node) -> None:
     patterns = [[it for it in item.children[:at] if it.is_named] for item, at in zip(items, split, strict=True)]
     plain = tuple(_text(it) for among in patterns for it in among if re.fullmatch(r"[\w.-]+", _text(it)))
 
-    def matches(script: Script, among: Sequence[Node]) -> bool:
-        if "*" in map(_text, among):
-            return True
-        try:
-            value = _tested(script, word)
-        except Undecided as undecided:
-            raise replace(undecided, values=plain) from None
+    def matches(among: Sequence[Node]) -> bool:
+        value = _tested(script, word, compared=plain)
         return any(_matches(script, value, pattern_of(script, pattern)) for pattern in among)
 
-    bodies = (item.children[at + 1 :] for item, at in zip(items, split, strict=True))
-    return _first(
-        script,
-        [(node, partial(matches, among=among), body) for among, body in zip(patterns, bodies, strict=True)],
-    )
+    clauses: list[Clause] = []
+    for among, item, at in zip(patterns, items, split, strict=True):
+        is_taken = None if "*" in map(_text, among) else partial(matches, among)
+        clauses.append((node, is_taken, [it for it in item.children[at + 1 :] if it.is_named]))
+    _first(script, clauses)
 
 
 def _first(script: Script, clauses: Sequence[Clause]) -> None:
-    """Follow the first clause that is taken."""
+    """Follow the first clause that is taken. Where only a run decides that, each one that may be."""
     for at, (node, is_taken, body) in enumerate(clauses):
         try:
-            if not is_taken(script):
-                continue
+            if is_taken is None or is_taken():
+                return follow(script, *body)
         except Undecided as undecided:
-            ways = [lambda branch, body=body: follow(branch, *body), partial(_first, clauses=clauses[at + 1 :])]
-            return _fork(script, node, undecided, ways)
-        return follow(script, *body)
+            if _exits(body):
+                continue
+            others = clauses[at + 1 :]
+            if others and others[-1][1] is None and all(_exits(body) for *_, body in others):
+                return follow(script, *body)
+            for way in (partial(follow, script, *body), partial(_first, script, others)):
+                with _within(script, "branch", node, undecided):
+                    way()
+            return None
     return None
+
+
+def _exits(nodes: Sequence[Node]) -> bool:
+    """Whether statements surely end the script: what they lead to is not trained, and need not be followed."""
+    last = next((node for node in reversed(nodes) if node.type != "comment"), None)
+    if last is not None and last.type == "compound_statement":
+        return _exits(last.named_children)
+    ends = last is not None and last.type == "command" and _text(last.children[0]) == "exit"
+    return ends and not any(re.search(r"\b(return|break|continue)\b", _text(node)) for node in nodes)
 
 
 def _for(script: Script, node: Node) -> None:
     name, *items, body = node.named_children
     words = [word for child in items for word in words_of(script, child)]
-    if len(words) > MOST_TURNS or any(script.reasons_in(word) or "*" in word or "?" in word for word in words):
-        return _forget(script, node)
-    for word in words:
-        _refuse_training(script, node, "a loop around the training")
-        script.variables[_text(name)] = word
-        try:
-            follow(script, body)
-        except _End as end:
-            if end.word in ("exit", "return"):
-                raise
-            if isinstance(end, _MayEnd):
-                return _forget(script, node)
-            if end.word == "break":
-                return None
+    if not any(child.type == "in" for child in node.children):
+        words = _as_list(script.value(ARGUMENTS))
+    may_be_more = any(script.reasons_in(word) or "*" in word or "?" in word for word in words)
+    if len(words) > MOST_TURNS or may_be_more or node.children[0].type == "select":
+        return _repeat(script, node)
+    if words:
+        _refuse_training(script, node)
+    with _within(script, "loop"):
+        for word in words:
+            with _within(script, "turn"):
+                script.store(_text(name), word)
+                follow(script, body)
     return None
 
 
 def _while(script: Script, node: Node) -> None:
     """Only one that does not begin is followed."""
     with contextlib.suppress(Undecided):
-        if holds(script, node.named_children[0]) == (node.children[0].type == "until"):
+        if _last_holds(script, node.named_children[:-1]) == (node.children[0].type == "until"):
             return
-    _refuse_training(script, node, "a loop around the training")
-    _forget(script, node)
+    _repeat(script, node)
+
+
+def _repeat(script: Script, node: Node) -> None:
+    """A loop of which only a run decides how often it goes round: turns, until one makes nothing more unknown."""
+    *head, body = node.named_children
+    names = [name for it in head for name in ([_text(it)] if it.type == "variable_name" else _set_in(it))]
+    _refuse_training(script, node)
+    with _within(script, "loop", node):
+        before = None
+        while before != script.variables:
+            before = dict(script.variables)
+            script.spend(len(before))
+            for name in names:
+                script.store(name, script.unknown(node))
+            with _within(script, "turn"):
+                follow(script, body)
+            follow(script, *head)
 
 
 def _list(script: Script, node: Node) -> None:
@@ -420,19 +520,22 @@ def _list(script: Script, node: Node) -> None:
 
 
 def _function(script: Script, node: Node) -> None:
-    script.functions[_text(node.named_children[0])] = node.named_children[-1]
+    name, body = _text(node.named_children[0]), node.child_by_field_name("body") or node.named_children[-1]
+    if script.doubt is not None and script.functions.get(name) != body:
+        raise UserError(f"{script.doubt}; which functions there are depends on it")
+    script.functions[name] = body
 
 
 def _unset(script: Script, node: Node) -> None:
-    for child in node.named_children:
-        script.variables.pop(_text(child), None)
+    for name in map(_text, node.named_children):
+        script.store(name, None)
 
 
 def _command(script: Script, node: Node) -> None:
     prefix = _prefix(script, node)
     words = _words_of_command(script, node)
     if words in (["{"], ["}"]):
-        script.note(f"{script.at(node)}: a stray {words[0]} is left out")
+        script.notes[f"{script.at(node)}: a stray {words[0]} is left out"] = None
         script.variables |= prefix
     elif words and not _note_launch(script, node, prefix, words):
         _builtin(script, node, prefix, words)
@@ -440,17 +543,25 @@ def _command(script: Script, node: Node) -> None:
 
 def _prefix(script: Script, node: Node) -> dict[str, str]:
     """What a command's assignments set for it alone."""
-    script.spend(len(script.variables) + len(script.arguments))
-    gaps = [(gap.replace("\\\n", ""), child) for gap, child in _with_gaps(node)]
-    # The grammar takes a line of several assignments for the beginning of the command on the next one.
-    first = max((index for index, (gap, _) in enumerate(gaps) if "\n" in gap), default=0)
-    assignments = [child for _, child in gaps if child.type == "variable_assignment"]
-    follow(script, *assignments[:first])
-    before = dict(script.variables)
-    follow(script, *assignments[first:])
-    prefix = {name: str(script.variables[name]) for name in (_text(child.children[0]) for child in assignments[first:])}
-    script.variables = before
-    return prefix
+    assignments = [child for child in node.named_children if child.type == "variable_assignment"]
+    names = [_text(child.children[0]) for child in assignments]
+    with _kept(script, names):
+        follow(script, *assignments)
+        return {name: str(script.variables[name]) for name in names}
+
+
+@contextlib.contextmanager
+def _kept(script: Script, names: Iterable[str]) -> Iterator[None]:
+    """Have variables that are afterwards what they were."""
+    before = {name: script.variables.get(name) for name in names}
+    exported = {name: script.exported[name] for name in before.keys() & script.exported.keys()}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            script.put(name, value)
+            script.exported.pop(name, None)
+        script.exported |= exported
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
@@ -472,34 +583,37 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         _call(script, node, follow, prefix, words)
     elif name in ("break", "continue") and arguments not in ([], ["1"]):
         raise UserError(f"{script.at(node)}: {' '.join(words)}: only {name} alone is followed; write the command out")
-    elif name in ("exit", "return", "break", "continue"):
-        raise _End(script.at(node), name)
+    elif name in ENDED_BY:
+        _end(script, node, name)
     elif name in ("cd", "pushd", "popd"):
         _go_to(script, node, name, arguments)
     elif name == "set" and "--" in arguments:
-        script.arguments = arguments[arguments.index("--") + 1 :]
+        script.store(ARGUMENTS, arguments[arguments.index("--") + 1 :])
     elif name == "shift":
         count = int(arguments[0]) if arguments and WHOLE.fullmatch(arguments[0]) else 1
-        script.arguments = script.arguments[count:]
+        if isinstance(now := script.value(ARGUMENTS), list):
+            script.store(ARGUMENTS, now[count:])
     elif trains and (name == "eval" or any(re.fullmatch(r"-[a-z]*c", word) for word in arguments)):
         raise UserError(
             f"{script.at(node)}: {name}: the command stands in a text; write it out, as a line of the script"
         )
     elif name in ("source", ".", "eval"):
         line = UNKNOWN.sub("?", " ".join(words if name == "eval" else arguments[:1]))
-        script.note(f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE")
-    else:
-        for variable in _set_by(words):
-            script.store(variable, script.unknown(node, f"{name} sets {variable}", variable))
+        script.notes[f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE"] = None
+    elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
+        for variable in filter(None, map(re.compile(r"[A-Za-z_]\w*").match, arguments)):
+            script.store(variable[0], script.unknown(node, f"{name} sets {variable[0]}", variable[0]))
 
 
-def _set_by(words: Sequence[str]) -> list[str]:
-    """Names of the variables that a command sets in some way of its own, as `read NAME` does."""
-    if words[:1] in (["cd"], ["pushd"], ["popd"]):
-        return ["PWD"]
-    if not words or words[0] not in SETS_VARIABLES or (words[0] == "printf" and "-v" not in words):
-        return []
-    return [match[0] for match in map(re.compile(r"[A-Za-z_]\w*").match, words[1:]) if match]
+def _end(script: Script, node: Node, word: str) -> NoReturn:
+    """exit, return, break or continue."""
+    kinds = [frame.kind for frame in script.frames]
+    if word in ("break", "continue"):
+        kinds = list(itertools.takewhile(lambda kind: kind != "function", reversed(kinds)))
+    if word != "exit" and ENDED_BY[word] not in kinds:
+        where = "function" if word == "return" else "loop"
+        raise UserError(f"{script.at(node)}: {word} stands in no {where}; take the line out of the script")
+    raise _End(script.at(node), word)
 
 
 def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
@@ -519,7 +633,7 @@ def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
 
 def _joined(script: Script, path: str) -> str:
     """A path from the folder in which the script stands."""
-    here = str(script.variables.get("PWD") or os.getcwd())
+    here = str(script.value("PWD") or os.getcwd())
     whole = path if UNKNOWN.match(path) else here if path == "." else os.path.join(here, path)
     return whole if UNKNOWN.search(whole) else os.path.normpath(whole)
 
@@ -527,144 +641,25 @@ def _joined(script: Script, path: str) -> str:
 def _call(
     script: Script, node: Node, kind: Callable[[Script, Node], bool | None], prefix: dict[str, str], words: list[str]
 ) -> bool | None:
-    """`follow` a function, or see whether it `holds`; None where it returns early."""
+    """`follow` a function, or see whether it `holds`; None where it returns early, or may."""
     name, *arguments = words
-    if name in script.calls:
+    if any(frame.function == name for frame in script.frames):
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
-    body, outside, exported = script.functions[name], script.arguments, script.exported
+    body, status = script.functions[name], None
+    script.spend(STEP + body.end_byte - body.start_byte)
     declared = (it for it in _all(body) if it.type == "declaration_command" and it.children[0].type in LOCAL)
     local = {_text(child).partition("=")[0] for it in declared for child in it.named_children}
-    kept = {variable: script.variables.get(variable) for variable in (*prefix, *local)}
-    script.variables |= prefix
-    script.arguments, script.exported = arguments, [*exported, *prefix]
-    script.calls.append(name)
-    try:
-        return kind(script, body)
-    except _MayEnd as end:
-        if end.word != "return":
-            raise _astray(end) from None
-        return _forget(script, body)
-    except _End as end:
-        if end.word == "exit":
-            raise
-        if end.word != "return":
-            raise _astray(end) from None
-        return None
-    finally:
-        for variable, value in kept.items():
-            script.variables.pop(variable, None)
-            if value is not None:
-                script.variables[variable] = value
-        script.exported = [it for it in script.exported if it not in prefix or it in exported]
-        script.arguments = outside
-        script.calls.pop()
+    with _kept(script, {ARGUMENTS, *prefix, *local}), _within(script, "function", function=name) as frame:
+        script.variables |= {**prefix, ARGUMENTS: script.counted(arguments)}
+        script.exported |= dict.fromkeys(prefix)
+        status = kind(script, body)
+    return status if frame.doubt is None else None
 
 
-Way = Callable[[Script], None]
-
-
-def _copy(script: Script) -> Script:
-    """A script that sets variables of its own."""
-    return replace(
-        script,
-        variables=dict(script.variables),
-        arguments=list(script.arguments),
-        exported=list(script.exported),
-        functions=dict(script.functions),
-        launches=list(script.launches),
-    )
-
-
-def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way]) -> None:
-    """Follow each way that a condition may lead, as only a run decides which. One that ends the script does not train,
-    and is left out."""
-    script.spend(node.end_byte - node.start_byte + sum(STEP + len(value) for value in script.variables.values()))
-    taken, ends = [], []
-    for way in ways:
-        branch = _copy(script)
-        try:
-            way(branch)
-            taken.append(branch)
-        except _End as end:
-            if len(branch.launches) > len(script.launches):
-                _refuse_undecided(branch.launches[-1], undecided)
-            if end.word != "exit":
-                raise _MayEnd(end.place, end.word) from None
-            ends.append(end)
-        finally:
-            script.budget = branch.budget
-    if not taken:
-        raise ends[0]
-    _merge(script, taken, node, undecided)
-
-
-def _merge(script: Script, branches: Sequence[Script], node: Node, undecided: Undecided) -> None:
-    """Take over what all branches agree on; the rest is unknown."""
-    first, *others = branches
-    for other in others:
-        if (own := _trainings(first)) != _trainings(other):
-            _refuse_undecided((first if len(own) > len(script.launches) else other).launches[-1], undecided)
-        if first.functions != other.functions:
-            raise UserError(f"{script.at(node)}: which functions there are depends on what only a run decides")
-    why = f"it depends on {' '.join(_text(node).split())[:60]!r}, which only a run decides"
-    variables: dict[str, str | list[str]] = {}
-    for name in dict.fromkeys(name for branch in branches for name in branch.variables):
-        values = [branch.variables.get(name) for branch in branches]
-        if values[0] is not None and all(value == values[0] for value in values):
-            variables[name] = values[0]
-        else:
-            variables[name] = script.unknown(node, why, undecided.name or name, undecided.values)
-    script.launches, script.functions = list(first.launches), dict(first.functions)
-    script.exported = list(dict.fromkeys(name for branch in branches for name in branch.exported))
-    alike = all(branch.arguments == first.arguments for branch in branches)
-    script.arguments = first.arguments if alike else [script.unknown(node, why, undecided.name, undecided.values)]
-    script.variables = {}
-    for name, value in variables.items():
-        script.store(name, value)
-
-
-def _trainings(script: Script) -> list[Launch]:
-    """The launches, to be compared, wherever they stand."""
-    reasons = [[UNKNOWN.sub(lambda m: script.unknowns[int(m[1])].why, w) for w in it.words] for it in script.launches]
-    return [replace(it, words=words, place="") for it, words in zip(script.launches, reasons, strict=True)]
-
-
-def _refuse_undecided(launch: Launch, undecided: Undecided) -> NoReturn:
-    why = Unknown(
-        f"{launch.place}: whether this training runs depends on what only a run decides",
-        undecided.name,
-        undecided.values,
-    )
-    raise UserError(f"{why}; or give a script with the one command")
-
-
-def _forget(script: Script, node: Node) -> None:
-    """How often this runs, or how far, is unknown: so is what it sets. A training in it cannot be translated."""
-    why = f"it depends on {' '.join(_text(node).split())[:60]!r}, which is not followed, or which only a run decides"
-    parts = [node]
-    for part in parts:
-        _refuse_training(script, part, "whether this training runs depends on what only a run decides")
-        for it in _all(part):
-            words = [_text(child) for child in it.named_children] if it.type == "command" else []
-            names = _set_by(words)
-            if it.type in ("variable_assignment", "for_statement"):
-                names = [_text(it.named_children[0]).partition("[")[0]]
-            elif it.children and it.children[0].type in ("((", "$(("):
-                names = list(_set_in(it))
-            for name in names:
-                script.store(name, script.unknown(it, why, name))
-            if words[:1] == ["shift"] and script.arguments:
-                script.arguments = [script.unknown(it, why)]
-            called = script.functions.get(words[0]) if words else None
-            if called is not None and called not in parts:
-                parts.append(called)
-
-
-def _refuse_training(script: Script, node: Node, why: str) -> None:
-    script.spend(node.end_byte - node.start_byte)
-    for descendant in _all(node):
-        if _is_training(descendant):
-            raise UserError(f"{script.at(descendant)}: {why}; give a script with the one command")
+def _refuse_training(script: Script, loop: Node) -> None:
+    for it in _all(loop):
+        if _is_training(it):
+            raise UserError(f"{script.at(it)}: a loop around the training; give a script with the one command")
 
 
 def _is_training(node: Node) -> bool:
@@ -673,14 +668,21 @@ def _is_training(node: Node) -> bool:
 
 def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> bool:
     """Note a training command, or another program of verl; whether it was one."""
+    keys = [index for index, word in enumerate(words) if LOOKS_LIKE_KEY.match(word)]
+    has_python = False
     for index, word in enumerate(words):
         is_module = index > 0 and words[index - 1] == "-m"
-        is_file = word.endswith(".py") and not is_module and any(PYTHON.match(w) for w in words[:index])
+        is_file = word.endswith(".py") and not is_module and has_python
+        has_python = has_python or PYTHON.match(word) is not None
         module = word.removesuffix(".py").replace("/", ".").strip(".")
         if (is_module or is_file) and module.rpartition(".")[2] in TRAINERS:
+            if (doubt := script.doubt) is not None:
+                why = f"{script.at(node)}: whether this training runs depends on what only a run decides"
+                hint = f"{replace(doubt, why=why)}{'; or' if doubt.name else ';'}"
+                raise UserError(f"{hint} give a script with the one command")
             before, inside = _split_before(words[: index - 1 if is_module else index])
-            known = {name: script.variables.get(name) for name in script.exported}
-            exported = {name: value for name, value in known.items() if isinstance(value, str)}
+            exported = {name: it for name in script.exported if isinstance(it := script.variables.get(name), str)}
+            exported |= {name: script.mark(it) for name, it in script.exported.items() if it and name in exported}
             environment = exported | prefix | inside
             before = UNKNOWN.sub("?", before)
             script.launches.append(Launch(module, words[index + 1 :], environment, before, script.at(node)))
@@ -688,7 +690,7 @@ def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list
         if (is_module or is_file) and OTHER_PROGRAMS.match(word):
             script.others.append(f"{script.at(node)}: {word} does not train with rewards")
             return True
-        if (is_module or is_file) and sum(map(bool, map(LOOKS_LIKE_KEY.match, words[index:]))) > 1:
+        if (is_module or is_file) and len(keys) > 1 and keys[-2] >= index:
             script.others.append(f"{script.at(node)}: {UNKNOWN.sub('?', word)} is a program of its own")
             return True
     return False
@@ -712,7 +714,7 @@ STATEMENTS = {
     "if_statement": _if,
     "case_statement": _case,
     "for_statement": _for,
-    "c_style_for_statement": _forget,
+    "c_style_for_statement": _repeat,
     "while_statement": _while,
     "list": _list,
     "function_definition": _function,
@@ -731,7 +733,6 @@ def holds(script: Script, node: Node) -> bool:
     Raises:
         Undecided: only a run decides.
     """
-    script.spend(STEP)
     kind, inside = node.type, [child for child in node.named_children if child.type != "comment"]
     if node.children and node.children[0].type == "((":
         return bool(_computed(script, node))
@@ -777,13 +778,16 @@ def _and_or(script: Script, node: Node) -> bool:
     try:
         first = holds(script, left)
     except Undecided as undecided:
+        if _exits([right]):
+            return decides
         if right.type == "test_command":
             if holds(script, right) == decides:
                 return decides
         elif sign == "&&" and _is_step(left) and any(map(_is_training, _all(right))):
             return holds(script, right)  # it trains only where what goes before succeeds
         else:
-            _fork(script, node, undecided, (lambda branch: follow(branch, right), lambda branch: None))
+            with _within(script, "branch", node, undecided):
+                follow(script, right)
             if decides and right.type == "command" and _text(right.children[0]) in SUCCEED:
                 return True
         raise
@@ -815,7 +819,7 @@ def _succeeds(script: Script, node: Node) -> bool:
 
 
 SUCCEED = ("true", ":", "cd", "pushd", "popd", "echo", "printf", "set", "shopt", "ulimit", "source", ".", "mkdir",
-           "shift", "sleep")  # fmt: skip
+           "sleep")  # fmt: skip
 
 
 Word = tuple[Node, ...]
@@ -848,8 +852,8 @@ def _test(script: Script, operands: Sequence[Word], double: bool) -> bool:
     """What stands between [ and ], or behind `test`; between [[ and ]] where `double`."""
     script.spend(STEP * len(operands))
     words = ["".join(map(_text, operand)) for operand in operands]
+    depths = list(itertools.accumulate((word == "(") - (word == ")") for word in words))
     for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
-        depths = [words[:at].count("(") - words[:at].count(")") for at in range(len(words))]
         at = next((at for at, word in enumerate(words) if word in signs and depths[at] == 0), 0)
         if 0 < at < len(words) - 1:
             undecided = None
@@ -875,25 +879,23 @@ def _test(script: Script, operands: Sequence[Word], double: bool) -> bool:
     raise Undecided(words[1] if words[:1] == ["-v"] and len(words) == 2 else "")
 
 
-def _tested(script: Script, *nodes: Node) -> str:
-    """The text of a word in a condition."""
+def _tested(script: Script, *nodes: Node, compared: tuple[str, ...] = ()) -> str:
+    """The text of a word in a condition; `compared`: what it is compared to."""
     script.unset_is_empty = True
     try:
         text = "".join(text_of(script, node) for node in nodes)
     finally:
         script.unset_is_empty = False
     if unknowns := script.unknowns_in(text):
-        raise Undecided(next((it.name for it in unknowns if it.name), ""))
+        first = next((it for it in unknowns if it.name), unknowns[0])
+        raise Undecided(first.name, first.values or (compared if UNKNOWN.fullmatch(text) else ()))
     return text
 
 
 def _compared(script: Script, left: Word, sign: str, right: Word, double: bool) -> bool:
     """`a = b` and the like: a pattern on the right of [[ ]], a text in [ ]."""
-    try:
-        value = _tested(script, *left)
-    except Undecided as undecided:
-        plain = "".join(map(_text, right)).strip("\"'")
-        raise replace(undecided, values=(plain,) * bool(re.fullmatch(r"[\w.-]+", plain))) from None
+    plain = "".join(map(_text, right)).strip("\"'")
+    value = _tested(script, *left, compared=(plain,) * bool(re.fullmatch(r"[\w.-]+", plain)))
     if sign in ("=", "==", "!="):
         pattern = "".join(pattern_of(script, node) for node in right) if double else ""
         alike = _matches(script, value, pattern) if double else value == _tested(script, *right)
@@ -928,7 +930,7 @@ def pattern_of(script: Script, node: Node) -> str:
 
 def _matches(script: Script, text: str, pattern: str) -> bool:
     script.spend(len(text) + 20 * len(pattern))  # a pattern is compiled
-    if re.search(r"\[[^]]*\[[:.=]", pattern):
+    if len(pattern) > LONGEST_PATTERN or re.search(r"\[[^]]*\[[:.=]", pattern):
         raise Undecided
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
@@ -982,8 +984,7 @@ def number_of(script: Script, node: Node) -> int:
     Raises:
         Undecided: it is unknown, or no number.
     """
-    kind, text = node.type, _text(node)
-    script.spend(len(text))
+    kind = node.type
     if kind == "parenthesized_expression":
         return number_of(script, node.named_children[0])
     if kind == "unary_expression" and node.children[0].type == "-":
@@ -995,8 +996,9 @@ def number_of(script: Script, node: Node) -> int:
         except (ArithmeticError, ValueError) as error:
             raise Undecided from error
         return (value + 2**63) % 2**64 - 2**63
+    text: str | list[str] = _text(node)
     if kind == "variable_name":
-        text = _value(script, node, text)
+        text = _value(script, node, _text(node))
     elif kind in ("simple_expansion", "expansion", "string", "command_substitution", "arithmetic_expansion"):
         text = text_of(script, node)
     if not isinstance(text, str):
@@ -1031,7 +1033,6 @@ def text_of(script: Script, node: Node) -> str:
 def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
     """(pieces, how they split): "" is one text, "array" one word each, "words" split at white space."""
     kind, text = node.type, _text(node)
-    script.spend(len(text))
     if kind == "raw_string":
         yield [text[1:-1]], ""
     elif kind == "string":
@@ -1055,8 +1056,8 @@ def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str]
     elif kind in ("process_substitution", "brace_expression", "ansi_c_string", "translated_string"):
         yield [script.unknown(node)], ""
     else:
-        home = script.variables.get("HOME")
-        if re.match("~(/|$)", text) and isinstance(home, str) and _begins_a_word(node):
+        is_home = re.match("~(/|$)", text) and _begins_a_word(node)
+        if is_home and isinstance(home := script.value("HOME"), str):
             yield [home], ""
             text = text[1:]
         yield [re.sub(r"\\(\n|.)", lambda m: "" if m[1] == "\n" else m[1], text, flags=re.DOTALL)], ""
@@ -1094,7 +1095,6 @@ def _with_gaps(node: Node) -> Iterator[tuple[str, Node]]:
 def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
     """$NAME, ${NAME…}."""
     value = _value(script, node, _text(node).strip()[1:]) if node.type == "simple_expansion" else _braced(script, node)
-    script.spend(sum(len(word) + 1 for word in _as_list(value)))
     if isinstance(value, list) and quoted and ALL_IN_ONE.match(_text(node).strip()):
         why = f"the script sets IFS, which stands between the words of {_text(node).strip()}"
         yield [script.unknown(node, why) if "IFS" in script.variables else " ".join(value)], ""
@@ -1110,13 +1110,12 @@ def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[s
 def _value(script: Script, node: Node, name: str, default: bool = False) -> str | list[str]:
     if name in ("@", "*", "#") or WHOLE.fullmatch(name):
         script.used |= {it for it in script.settings if WHOLE.fullmatch(it)}
-    if name in ("@", "*"):
-        return list(script.arguments)
-    if name == "#":
-        return str(len(script.arguments))
-    if WHOLE.fullmatch(name) and name != "0":
-        return script.arguments[int(name) - 1] if int(name) <= len(script.arguments) else ""
-    value = script.variables.get(name)
+    if name in ("@", "*", "#") or (WHOLE.fullmatch(name) and name != "0"):
+        words = script.value(ARGUMENTS) or []
+        if name in ("@", "*") or isinstance(words, str):
+            return words
+        return str(len(words)) if name == "#" else "".join(words[int(name) - 1 : int(name)])
+    value = script.value(name)
     if value is None or value is script.settings.get(name):
         script.inherited.add(name)
         script.used |= {name} & script.settings.keys()
@@ -1145,7 +1144,7 @@ def _braced(script: Script, node: Node) -> str | list[str]:
     look_up = _element if target.type == "subscript" else _value
     value = look_up(script, target, name, absent)
     if length:
-        return script.unknown(node) if isinstance(value, str) and script.reasons_in(value) else str(len(value))
+        return script.unknown(node) if any(map(UNKNOWN.search, _as_list(value))) else str(len(value))
     if absent:
         return _or_default(script, node, name, sign, value, operand)
     if isinstance(value, list) and sign == ":":
@@ -1173,9 +1172,11 @@ def _slice(script: Script, node: Node, value: list[str], rest: Sequence[Node], f
 def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[str]:
     """${NAME[@]} or ${NAME[2]}."""
     name, index = _text(node.named_children[0]), text_of(script, node.named_children[1])
-    if name not in script.variables and not absent:
+    if (value := script.value(name)) is None and not absent:
         return script.unknown(node, f"the array {name} is not set in the script")
-    values, why = _as_list(script.variables.get(name)), f"{text} is not followed; write its value out"
+    if isinstance(value, str) and UNKNOWN.fullmatch(value):
+        return value
+    values, why = _as_list(value), f"{text} is not followed; write its value out"
     if index in ("@", "*"):
         return values
     return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node, why)
@@ -1259,9 +1260,11 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _all(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.children:
-        yield from _all(child)
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        nodes += reversed(node.children)
 
 
 def _text(node: Node) -> str:
