@@ -423,6 +423,27 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
     assert left_over(tmp_path / "run") == []
 
 
+BUSY = """import hashlib, sys
+from perl.tools import supervise
+sys.executable = sys.argv[1]
+print(supervise.Launcher([]).process.pid, flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+def test_the_supervisor_passes_a_signal_on_whatever_its_main_thread_waits_for(tmp_path):
+    """A handler of Python's runs in the main thread, when that is back from the system or a library."""
+    (launcher := tmp_path / "launcher").write_text("#!/bin/sh\nexec sleep 600\n")
+    launcher.chmod(0o755)
+    command = [sys.executable, "-c", BUSY, str(launcher)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as supervisor:
+        started = psutil.Process(int(supervisor.stdout.readline()))
+        supervisor.send_signal(signal.SIGTERM)
+        gone, _ = psutil.wait_procs([started], timeout=20)
+        supervisor.kill()
+    assert gone == [started]
+
+
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, start):
     script = start(1000, processes=2)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,6 +35,7 @@ SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
 LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
 """A failed training process is reported by its own line; the launcher's about it is no news."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
 ONE_SIGNAL_S = 1.0
 """Signals within this time are one."""
@@ -104,39 +106,40 @@ class Launcher:
     def __init__(self, argv: list[str]):
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.received, self._at, self.process = 0, 0.0, None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
-                signal.signal(number, self.receive)
+        self.received, self._at = 0, 0.0
+        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # nohup
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)  # what is started may have it ignored else
+        # A thread waits for them: a handler would run when the next line has come, where the signal arrives just before
+        # the main thread begins to wait for that line.
+        signal.pthread_sigmask(signal.SIG_BLOCK, heard)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "perl.tools.accelerate_launch", *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, heard),
         )
-        if self.received:
-            self.kill()
+        threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
         threading.Thread(target=self._end_with_launcher, daemon=True).start()
 
-    def receive(self, number: int, _frame: object) -> None:
+    def _hear(self, signals: list[int]) -> None:
         """Pass a signal on; the second one kills."""
-        now, first = time.monotonic(), not self.received
-        if first:
-            self.received, self._at = number, now
-        if self.process is None:
-            return
-        if first:
-            ranks = children(self.process.pid)
-            for pid in ranks or [self.process.pid]:  # none: it has not started them yet
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number if ranks else signal.SIGTERM)
-        elif now - self._at > ONE_SIGNAL_S:
-            self.kill()
+        while True:
+            number = signal.sigwait(signals)
+            now = time.monotonic()
+            if not self.received:
+                self.received, self._at = number, now
+                ranks = children(self.process.pid)
+                for pid in ranks or [self.process.pid]:  # none: it has not started them yet
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number if ranks else signal.SIGTERM)
+            elif now - self._at > ONE_SIGNAL_S:
+                self.kill()
 
     def kill(self) -> None:
         """End every process of the run, at once."""
-        assert self.process is not None
         for pid in [*children(self.process.pid), self.process.pid]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 # torch's agent gives each rank a session of its own; else they are in the launcher's.
@@ -144,25 +147,22 @@ class Launcher:
 
     def _end_with_launcher(self) -> None:
         """The ranks hold the pipe that `lines` reads, and would train on."""
-        assert self.process is not None
         if self.process.wait() < 0:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     child.kill()
 
     def lines(self) -> Iterator[bytes]:
-        assert self.process is not None
         assert self.process.stdout is not None
         yield from self.process.stdout
 
     def killed_by(self) -> str | None:
         """The signal that has ended the launcher itself."""
-        code = self.process.returncode if self.process is not None else None
+        code = self.process.returncode
         return signal.Signals(-code).name if code is not None and code < 0 else None
 
     def wait(self) -> int:
         """The exit code as a shell has it, once nothing of the run is left."""
-        assert self.process is not None
         code = self.process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # what it may have left behind
