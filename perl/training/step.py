@@ -231,12 +231,10 @@ class Step:
         self.metrics.values(metrics | self.engine.take_metrics() | logged_by_rewards(functions, self.processes))
         if self.engine.remote:
             ages = [self.weights.version - row.weights.version for row in batch.rows]
-            mean = self.processes.added_up([sum(ages) / len(ages)])[0] / self.processes.count
-            oldest = float(self.processes.largest([max(ages)])[0])
-            self.metrics.values({"pool/staleness": mean, "pool/staleness_max": oldest})
-        left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
-        share = self.processes.added_up([left_out])[0] / self.processes.count
-        self.metrics.value("update/rows_left_out", share)
+            steps = torch.tensor(ages, device=self.processes.device)
+            self.metrics.mean("pool/staleness", steps)
+            self.metrics.extreme("pool/staleness_max", steps, torch.ones_like(steps, dtype=torch.bool))
+        self.metrics.mean("update/rows_left_out", ~self.dealer.computed(batch))
 
     # A micro-batch
 
