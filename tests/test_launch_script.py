@@ -301,6 +301,7 @@ def slow(completions, **kwargs):
 def start(tmp_path, model, sums):
     """`start(seconds, processes, **flags)`: the script in a folder `run`, each of whose steps takes so long."""
     started = []
+    (temporary := tmp_path / "temporary").mkdir()
 
     def begin(seconds, processes=1, **changes):
         (tmp_path / "slow.py").write_text(SLOW.format(seconds=seconds))
@@ -309,7 +310,7 @@ def start(tmp_path, model, sums):
         process = subprocess.Popen(
             ["bash", str(SCRIPT), *flags(model, sums, **(rewards | steps | changes))],
             cwd=tmp_path,
-            env=plain_environment() | {"NUM_PROCESSES": str(processes)},
+            env=plain_environment() | {"NUM_PROCESSES": str(processes), "TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -364,6 +365,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
     assert {f"process_state_{rank}.pt" for rank in range(processes)} <= {file.name for file in checkpoint.iterdir()}
     assert not (folder / "adapter").exists()
     assert left_over(folder) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
 
     again = start(0, processes, **{"training.resume_from_checkpoint": "auto", "training.max_steps": step + 1})
     assert again.wait(timeout=120) == 0, again.stdout.read()

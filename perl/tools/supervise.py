@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -181,16 +182,17 @@ def children(pid: int) -> list[int]:
 def main(run_dir: Path, argv: list[str]) -> int:
     screen = Screen()
     log = Log(run_dir / "output.log", screen)
-    launcher = Launcher(argv)
-    try:
-        for line in launcher.lines():
-            text = hide(line.decode(errors="surrogateescape"))
-            log.write(text)
-            screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
-    except BaseException:
-        launcher.kill()
-        raise
-    code = launcher.wait()
+    with tempfile.TemporaryDirectory(prefix="perl_ranks_") as ranks:  # torch leaves its own behind
+        launcher = Launcher(["--log_dir", ranks, *argv])
+        try:
+            for line in launcher.lines():
+                text = hide(line.decode(errors="surrogateescape"))
+                log.write(text)
+                screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
+        except BaseException:
+            launcher.kill()
+            raise
+        code = launcher.wait()
     screen.end_progress()
     if code == 0:
         name = "model" if (run_dir / "model").is_dir() else "adapter"
