@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -35,7 +36,7 @@ OF_TRACKERS = ("TENSORBOARD_", "WANDB_", "TRACKIO_", "HF_TOKEN")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A run that may not come to its end begins with another module each time, so that none is always left out."""
-    if UNTIL < float("inf"):
+    if math.isfinite(UNTIL):
         modules = list(dict.fromkeys(item.path for item in items))
         first = int(UNTIL) % max(1, len(modules))
         order = {path: place for place, path in enumerate(modules[first:] + modules[:first])}
