@@ -133,9 +133,11 @@ class Launcher:
             if not self.received:
                 self.received, self._at = number, now
                 ranks = children(self.process.pid)
-                for pid in ranks or [self.process.pid]:  # none: it has not started them yet
+                for pid in ranks:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number if ranks else signal.SIGTERM)
+                        os.kill(pid, number)
+                if not ranks:  # it has not started them yet
+                    self.process.send_signal(signal.SIGTERM)
             elif now - self._at > ONE_SIGNAL_S:
                 self.kill()
 
