@@ -352,6 +352,23 @@ def test_a_training_in_a_branch_runs_where_the_others_end_the_script():
 @pytest.mark.parametrize(
     "lines",
     [
+        "if [ -f x ]; then\nT; exit 0; fi",
+        "[ -f x ] && {\nT; exit 0; }",
+        "[ -f x ] || {\nT; exit; }",
+        "if [ -f x ]; then Y=1; else\nT; exit; fi",
+        "case $(uname) in Linux)\nT; exit ;; esac",
+        "go() {\nT; }; [ -f x ] && { go; exit; }",
+        "X='T'; [ -f x ] && {\n$X; exit; }",
+    ],
+)
+def test_a_training_in_a_branch_that_ends_the_script_counts(lines):
+    with pytest.raises(UserError, match=r"run.sh:2: whether this training runs .* decides; give a script with the"):
+        written(f"{lines.replace('T', COMMAND)}\n{COMMAND} data.seed=2\n")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
         "M=verl.trainer.main_ppo; if [ $D = Linux ]; then\npython3 -m $M a.b=1; fi",
         f"f() {{\n{COMMAND}\n}}; [ $D = Linux ] && f",
         f"f() {{ [ $D = Linux ] || return; true;\n{COMMAND}\n}}; f",
@@ -445,6 +462,32 @@ def test_no_run_does_otherwise(seed):
 )
 def test_steps_before_a_training_are_taken_to_succeed(before):
     assert written(f"{before}{COMMAND}\n").refused == {}
+
+
+WORDS = [
+    ("T d.y=1 2>&1 d.z=2", ["d.y=1", "d.z=2"]),
+    ("set -- d.q=1; T d.y=1 > log 2>&1 $@", ["d.y=1", "d.q=1"]),
+    ('T d.y=1 &> log "d.z=2" < /dev/null d.a=3 | cat', ["d.y=1", "d.z=2", "d.a=3"]),
+    ("python3 > log -m verl.trainer.main_ppo d.y=1 > log \\\n d.z=2", ["d.y=1", "d.z=2"]),
+    ('run() { "$@" d.seed=7; }; run T d.y=1', ["d.y=1", "d.seed=7"]),
+    ('dist() { python3 "$@" d.n=2; }; dist -m verl.trainer.main_ppo d.y=1', ["d.y=1", "d.n=2"]),
+    ('log() { echo "$*"; }; log T d.y=0; T d.y=1', ["d.y=1"]),
+    ("CMD='T d.y=1'; echo $CMD; printf '%s' \"$CMD\"; : $CMD; $CMD", ["d.y=1"]),
+    ("A[0]=1 echo hi; gpus[0]=1 T d.y=1", ["d.y=1"]),
+]
+"""A line, and the words behind the module; "?" is unknown, all others are bash's own."""
+
+
+@pytest.mark.parametrize(("lines", "words"), WORDS)
+def test_words_are_bashs(lines, words):
+    text = lines.replace("T", "python3 -m verl.trainer.main_ppo")
+    Path("run.sh").write_text(f"{text}\n")
+    launch, script = read_script(Path("run.sh"), {"HOME": "/home/user"})
+    assert ["?" if script.reasons_in(word) else word for word in launch.words] == words
+    if "?" not in words:
+        python = """python3() { printf '%s\\0' "${@:3}" >&3; }; . ./run.sh"""
+        subprocess.run(["bash", "-c", f"exec 3> seen; {python}"], check=True, capture_output=True)
+        assert Path("seen").read_text().split("\0")[:-1] == words
 
 
 CONDITIONS = [

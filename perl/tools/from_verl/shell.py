@@ -41,6 +41,7 @@ MARK = secrets.token_hex(8)
 UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
 """What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+PRINTS = ("echo", "printf", ":")
 LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
               "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
@@ -297,16 +298,26 @@ def _tree(script: Script, source: bytes) -> Node:
     if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
         text = _text(bad).strip().splitlines() or ["something is missing"]
         raise UserError(f"{script.at(bad)}: not bash: {text[0]:.60}")
-    if ends := sorted(at for node in _all(root) if node.type == "command" for at in _ends_of_lines(node)):
-        return _tree(script, b";".join(source[at:to] for at, to in itertools.pairwise([0, *ends, len(source)])))
+    if edits := [edit for node in _all(root) for edit in _edits(node)]:
+        pieces, end = [], 0
+        for start, stop, text in sorted(edits):
+            if start >= end:
+                pieces += [source[end:start], text]
+                end = stop
+        return _tree(script, b"".join([*pieces, source[end:]]))
     return root
 
 
-def _ends_of_lines(command: Node) -> Iterator[int]:
-    """Where a line of several assignments ends that the grammar takes for the beginning of the command on the next."""
-    for (_, child), (gap, _) in itertools.pairwise(_with_gaps(command)):
-        if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
-            yield child.end_byte
+def _edits(node: Node) -> Iterator[tuple[int, int, bytes]]:
+    """(from, to, what stands there instead) where the grammar groups otherwise than bash."""
+    if node.type == "command":  # a line of several assignments, taken for the beginning of the command on the next
+        for (_, child), (gap, _) in itertools.pairwise(_with_gaps(node)):
+            if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
+                yield child.end_byte, child.end_byte, b";"
+    elif node.type == "file_redirect" and len(files := node.children_by_field_name("destination")) > 1:
+        # The command's words behind a redirection, taken for files; which file does not matter here.
+        text = (node.text or b"")[: files[0].end_byte - node.start_byte]
+        yield node.start_byte, files[0].end_byte, re.sub(rb"(\\\n)|[^\n]", lambda m: m[1] or b" ", text)
 
 
 # Statements
@@ -330,13 +341,13 @@ def _one(script: Script, node: Node) -> None:
         kind(script, node)
 
 
-def _apart(script: Script, kind: Callable[[Script, Node], None], node: Node) -> None:
+def _apart(script: Script, kind: Callable[..., None], *nodes: Node) -> None:
     """Follow what a shell of its own does, whose variables end with it; its trainings stay."""
     script.spend(len(script.variables) + len(script.functions) + len(script.exported))
     own = {"variables": dict(script.variables), "functions": dict(script.functions), "exported": dict(script.exported)}
     inner = replace(script, **own)
     with contextlib.suppress(_End):  # of the shell within, alone
-        kind(inner, node)
+        kind(inner, *nodes)
     script.budget = inner.budget
 
 
@@ -449,10 +460,13 @@ def _first(script: Script, clauses: Sequence[Clause]) -> None:
             if is_taken is None or is_taken():
                 return follow(script, *body)
         except Undecided as undecided:
-            if _exits(body):
-                continue
             others = clauses[at + 1 :]
+            if _exits(body):
+                _leave_out(script, node, undecided, body)
+                continue
             if others and others[-1][1] is None and all(_exits(body) for *_, body in others):
+                for *_, other in others:
+                    _leave_out(script, node, undecided, other)
                 return follow(script, *body)
             for way in (partial(follow, script, *body), partial(_first, script, others)):
                 with _within(script, "branch", node, undecided):
@@ -462,12 +476,18 @@ def _first(script: Script, clauses: Sequence[Clause]) -> None:
 
 
 def _exits(nodes: Sequence[Node]) -> bool:
-    """Whether statements surely end the script: what they lead to is not trained, and need not be followed."""
+    """Whether statements surely end the script: what they set reaches no training but their own."""
     last = next((node for node in reversed(nodes) if node.type != "comment"), None)
     if last is not None and last.type == "compound_statement":
         return _exits(last.named_children)
     ends = last is not None and last.type == "command" and _text(last.children[0]) == "exit"
     return ends and not any(re.search(r"\b(return|break|continue)\b", _text(node)) for node in nodes)
+
+
+def _leave_out(script: Script, node: Node, undecided: Undecided, body: Sequence[Node]) -> None:
+    """Pass over statements that end the script, if only a run reaches them; a training among them is refused."""
+    with _within(script, "branch", node, undecided):
+        _apart(script, follow, *body)
 
 
 def _for(script: Script, node: Node) -> None:
@@ -537,17 +557,20 @@ def _command(script: Script, node: Node) -> None:
     if words in (["{"], ["}"]):
         script.notes[f"{script.at(node)}: a stray {words[0]} is left out"] = None
         script.variables |= prefix
-    elif words and not _note_launch(script, node, prefix, words):
-        _builtin(script, node, prefix, words)
+    elif words:
+        only_read = words[0] in script.functions or words[0] in PRINTS
+        if only_read or not _note_launch(script, node, prefix, words):
+            _builtin(script, node, prefix, words)
 
 
 def _prefix(script: Script, node: Node) -> dict[str, str]:
     """What a command's assignments set for it alone."""
     assignments = [child for child in node.named_children if child.type == "variable_assignment"]
-    names = [_text(child.children[0]) for child in assignments]
+    names = [_text(child.children[0]).partition("[")[0] for child in assignments]
     with _kept(script, names):
         follow(script, *assignments)
-        return {name: str(script.variables[name]) for name in names}
+        values = {name: script.variables.get(name, "") for name in names}
+        return {name: it if isinstance(it, str) else script.unknown(node, name=name) for name, it in values.items()}
 
 
 @contextlib.contextmanager
@@ -779,6 +802,7 @@ def _and_or(script: Script, node: Node) -> bool:
         first = holds(script, left)
     except Undecided as undecided:
         if _exits([right]):
+            _leave_out(script, node, undecided, [right])
             return decides
         if right.type == "test_command":
             if holds(script, right) == decides:
