@@ -1,6 +1,7 @@
 """A command of verl, as a recipe of perl: nothing is dropped silently, nothing of the user's is executed.
 
 shell.py      script -> the words of its training command          (tree-sitter; nothing is run)
+expressions.py what ((…)), [ … ] and [[ … ]] come to
 overrides.py  words, YAML -> keys with values over verl's defaults (Hydra's parser, OmegaConf)
 keys.yaml     each key -> translated | without effect | refused   (keys.py reads it)
 handlers.py   what decides about a key that others decide about too

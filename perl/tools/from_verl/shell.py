@@ -16,7 +16,6 @@ import contextlib
 import fnmatch
 import glob
 import itertools
-import operator
 import os
 import re
 import secrets
@@ -30,6 +29,7 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 from perl.base.errors import UserError, nearest
+from perl.tools.from_verl.expressions import Undecided, assigned, condition, integer, names_set, value_of
 
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo")
 """Last parts of the modules (or files) that train: verl.trainer.main_ppo, recipe.dapo.main_dapo."""
@@ -134,7 +134,7 @@ class Script:
     frames: list[Frame] = field(default_factory=list)
     """What is followed now, the innermost last."""
     budget: int = BUDGET
-    unset_is_empty: bool = False
+    in_test: bool = False
     """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
 
     def at(self, node: Node) -> str:
@@ -204,16 +204,6 @@ class Script:
             self.variables.pop(name, None)
         else:
             self.variables[name] = value
-
-
-@dataclass
-class Undecided(Exception):
-    """A condition or a number that only a run of the script would show."""
-
-    name: str = ""
-    """The variable that it depends on, "" where there is none (a file, a command)."""
-    values: tuple[str, ...] = ()
-    """What the variable is compared to."""
 
 
 @dataclass
@@ -519,7 +509,9 @@ def _while(script: Script, node: Node) -> None:
 def _repeat(script: Script, node: Node) -> None:
     """A loop of which only a run decides how often it goes round: turns, until one makes nothing more unknown."""
     *head, body = node.named_children
-    names = [name for it in head for name in ([_text(it)] if it.type == "variable_name" else _set_in(it))]
+    names = [_text(it) for it in head if it.type == "variable_name"]
+    if node.type == "c_style_for_statement":
+        names = [name for it in head for name in names_set(_text(it))]
     _refuse_training(script, node)
     with _within(script, "loop", node):
         before = None
@@ -873,66 +865,49 @@ def _leaves(nodes: Sequence[Node]) -> Iterator[Node]:
 
 
 def _test(script: Script, operands: Sequence[Word], double: bool) -> bool:
-    """What stands between [ and ], or behind `test`; between [[ and ]] where `double`."""
+    """What stands between [ and ], or behind `test`; between [[ and ]] where `double`.
+
+    [ sees its words after they are split, of which an empty variable leaves none; what it takes for an error is false.
+    """
     script.spend(STEP * len(operands))
-    words = ["".join(map(_text, operand)) for operand in operands]
-    depths = list(itertools.accumulate((word == "(") - (word == ")") for word in words))
-    for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
-        at = next((at for at, word in enumerate(words) if word in signs and depths[at] == 0), 0)
-        if 0 < at < len(words) - 1:
-            undecided = None
-            for part in (operands[:at], operands[at + 1 :]):
-                try:
-                    if _test(script, part, double) == decides:
-                        return decides
-                except Undecided as error:
-                    undecided = undecided or error
-            if undecided is not None:
-                raise undecided
-            return not decides
-    if words[:1] == ["!"] and len(words) > 1:
-        return not _test(script, operands[1:], double)
-    if words[:1] == ["("] and words[-1] == ")":
-        return _test(script, operands[1:-1], double)
-    if len(words) == 1:
-        return bool(_tested(script, *operands[0]))
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        return (words[0] == "-n") == bool(_tested(script, *operands[1]))
-    if len(words) == 3:
-        return _compared(script, operands[0], words[1], operands[2], double)
-    raise Undecided(words[1] if words[:1] == ["-v"] and len(words) == 2 else "")
+    if double:
+        words = ["".join(map(_text, operand)) for operand in operands]
+    else:
+        with _testing(script):
+            words = [word for operand in operands for word in words_of(script, *operand)]
 
+    def text(at: int, compared: tuple[str, ...]) -> str:
+        return _tested(script, *(operands[at] if double else words[at : at + 1]), compared=compared)
 
-def _tested(script: Script, *nodes: Node, compared: tuple[str, ...] = ()) -> str:
-    """The text of a word in a condition; `compared`: what it is compared to."""
-    script.unset_is_empty = True
+    def alike(at: int, value: str) -> bool:
+        return _matches(script, value, "".join(pattern_of(script, node) for node in operands[at]))
+
     try:
-        text = "".join(text_of(script, node) for node in nodes)
+        return condition(words, text, alike if double else None)
+    except ValueError as error:
+        unknowns = script.unknowns_in("".join(words))
+        if double or unknowns:
+            raise Undecided(unknowns[0].name if unknowns else "") from error
+        return False
+
+
+@contextlib.contextmanager
+def _testing(script: Script) -> Iterator[None]:
+    script.in_test = True
+    try:
+        yield
     finally:
-        script.unset_is_empty = False
+        script.in_test = False
+
+
+def _tested(script: Script, *parts: Node | str, compared: tuple[str, ...] = ()) -> str:
+    """The text of a word in a condition; `compared`: what it is compared to."""
+    with _testing(script):
+        text = "".join(part if isinstance(part, str) else text_of(script, part) for part in parts)
     if unknowns := script.unknowns_in(text):
         first = next((it for it in unknowns if it.name), unknowns[0])
         raise Undecided(first.name, first.values or (compared if UNKNOWN.fullmatch(text) else ()))
     return text
-
-
-def _compared(script: Script, left: Word, sign: str, right: Word, double: bool) -> bool:
-    """`a = b` and the like: a pattern on the right of [[ ]], a text in [ ]."""
-    plain = "".join(map(_text, right)).strip("\"'")
-    value = _tested(script, *left, compared=(plain,) * bool(re.fullmatch(r"[\w.-]+", plain)))
-    if sign in ("=", "==", "!="):
-        pattern = "".join(pattern_of(script, node) for node in right) if double else ""
-        alike = _matches(script, value, pattern) if double else value == _tested(script, *right)
-        return alike == (sign != "!=")
-    if sign in COMPARISONS:
-        return COMPARISONS[sign](_integer(value), _integer(_tested(script, *right)))
-    raise Undecided
-
-
-def _integer(text: str) -> int:
-    if not re.fullmatch(r"\s*(-?(0|[1-9][0-9]{0,17})\s*)?", text, re.ASCII):
-        raise Undecided
-    return int(text.strip() or 0)
 
 
 def pattern_of(script: Script, node: Node) -> str:
@@ -959,87 +934,65 @@ def _matches(script: Script, text: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
-COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
-OPERATORS = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": lambda left, right: abs(left) // abs(right) * (1 if left * right >= 0 else -1),  # bash rounds towards zero
-    "%": lambda left, right: abs(left) % abs(right) * (1 if left >= 0 else -1),
-    "<": operator.lt,
-    ">": operator.gt,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "&&": lambda left, right: bool(left and right),
-    "||": lambda left, right: bool(left or right),
-}
-
-
 def _computed(script: Script, node: Node) -> int:
-    """The value of ((…)) or $((…)). What it sets is unknown.
-
-    Raises:
-        Undecided: as `number_of`, or it sets a variable.
-    """
-    names = list(_set_in(node))
-    for name in names:
-        script.store(name, script.unknown(node, f"{_text(node)}: what arithmetic sets is not followed", name))
-    if names or len(node.named_children) != 1:
-        raise Undecided
-    return number_of(script, node.named_children[0])
-
-
-def _set_in(node: Node) -> Iterator[str]:
-    """Names of the variables that an arithmetic expression sets."""
-    for it in _all(node):
-        if it.type in ("binary_expression", "unary_expression", "postfix_expression"):
-            signs = {child.type for child in it.children}
-            if "++" in signs or "--" in signs:
-                yield _text(it.named_children[-1]).partition("[")[0]
-            elif any(re.fullmatch(r"([-+*/%&|^]|\*\*|<<|>>)?=", sign) for sign in signs):
-                yield _text(it.children[0]).partition("[")[0]
-
-
-def number_of(script: Script, node: Node) -> int:
-    """The value of an arithmetic expression, which wraps at 64 bits as in bash.
+    """The value of ((…)) or $((…)). What it sets is unknown, where it does more than that.
 
     Raises:
         Undecided: it is unknown, or no number.
     """
-    kind = node.type
-    if kind == "parenthesized_expression":
-        return number_of(script, node.named_children[0])
-    if kind == "unary_expression" and node.children[0].type == "-":
-        return -number_of(script, node.named_children[-1])
-    if kind == "binary_expression" and node.children[1].type in OPERATORS:
-        left, right = number_of(script, node.children[0]), number_of(script, node.children[2])
-        try:
-            value = int(OPERATORS[node.children[1].type](left, right))
-        except (ArithmeticError, ValueError) as error:
-            raise Undecided from error
-        return (value + 2**63) % 2**64 - 2**63
-    text: str | list[str] = _text(node)
-    if kind == "variable_name":
-        text = _value(script, node, _text(node))
-    elif kind in ("simple_expansion", "expansion", "string", "command_substitution", "arithmetic_expansion"):
-        text = text_of(script, node)
-    if not isinstance(text, str):
+    whole = "".join(gap + _filled(script, child) for gap, child in _with_gaps(node)).strip()
+    text = re.sub(r"^\$?(\(\(|\[)|(\)\)|\])$", "", whole)
+    script.spend(STEP + len(text))
+
+    def read(name: str) -> int:
+        return _number(script, _value(script, node, name))
+
+    try:
+        if unknowns := script.unknowns_in(text):
+            raise Undecided(unknowns[0].name)
+        if not names_set(text):
+            return value_of(text, read)
+        name, after, value = assigned(text, read)
+        script.store(name, str(after))
+        return value
+    except (ValueError, Undecided) as error:
+        for name in names_set(text):
+            script.store(name, script.unknown(node, f"{_text(node)}: what arithmetic sets is not followed", name))
+        raise Undecided(error.name if isinstance(error, Undecided) else "") from error
+
+
+def _number(script: Script, value: str | list[str]) -> int:
+    """A value as a number in arithmetic."""
+    if isinstance(value, list):
         raise Undecided
-    if unknowns := script.unknowns_in(text):
+    if unknowns := script.unknowns_in(value):
         raise Undecided(unknowns[0].name)
-    return _integer(text)
+    return integer(value)
+
+
+def _sum(script: Script, node: Node) -> str:
+    """What $((…)) becomes."""
+    try:
+        return str(_computed(script, node))
+    except Undecided:
+        return script.unknown(node, f"{_text(node)} cannot be computed")
+
+
+def _filled(script: Script, node: Node) -> str:
+    """A text in which expansions are put in."""
+    if node.type.endswith(("expansion", "substitution")) or node.type == "string":
+        return text_of(script, node)
+    return "".join(gap + _filled(script, child) for gap, child in _with_gaps(node)) if node.children else _text(node)
 
 
 # Words
 
 
-def words_of(script: Script, node: Node) -> list[str]:
-    """The words that a node of a command becomes: quotes removed, variables put in, unquoted values split."""
+def words_of(script: Script, *nodes: Node) -> list[str]:
+    """The words that nodes without a gap become: quotes removed, variables put in, unquoted values split."""
     words: list[str] = []
     current: str | None = None
-    for pieces, splits in _parts(script, node, quoted=False):
+    for pieces, splits in (part for node in nodes for part in _parts(script, node, quoted=False)):
         for index, piece in enumerate(pieces):
             if index > 0 and current is not None:
                 words.append(current)
@@ -1073,10 +1026,7 @@ def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str]
     elif kind == "command_substitution":
         yield [_output_of(script, node)], ""
     elif kind == "arithmetic_expansion":
-        try:
-            yield [str(_computed(script, node))], ""
-        except Undecided:
-            yield [script.unknown(node, f"{text} cannot be computed")], ""
+        yield [_sum(script, node)], ""
     elif kind in ("process_substitution", "brace_expression", "ansi_c_string", "translated_string"):
         yield [script.unknown(node)], ""
     else:
@@ -1145,7 +1095,7 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
         script.used |= {name} & script.settings.keys()
     if value is None and name in SHELLS_OWN:
         return script.unknown(node, name="" if len(name) == 1 else name)
-    if value is None and not default and not script.unset_is_empty:
+    if value is None and not default and not script.in_test:
         return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment", name)
     return (_as_list(value) or [""])[0]
 
@@ -1251,9 +1201,8 @@ PURE = {
 
 
 def _output_of(script: Script, node: Node) -> str:
-    if re.match(r"\$\(\(.*\)\)$", text := _text(node), re.DOTALL):
-        # In ${NAME:-…} the grammar takes $((…)) for a subshell.
-        return text_of(script, _tree(script, f": {text}".encode()).named_children[0].named_children[-1])
+    if re.match(r"\$\(\(.*\)\)$", _text(node), re.DOTALL):
+        return _sum(script, node)  # in ${NAME:-…} the grammar takes it for a subshell
     inside = [child for child in node.named_children if child.type != "comment"]
     commands = [_words_of_command(script, it) for it in _commands_in(inside[0])] if len(inside) == 1 else []
     known = not any(script.reasons_in(word) for words in commands for word in words)
