@@ -293,11 +293,11 @@ def test_what_a_run_sets_is_unknown(monkeypatch, lines, name):
     assert f"; write --set {name}=" in said or not name
 
 
-@pytest.mark.parametrize("line", ["source a/b.sh", ". a/b.sh", "eval X=2"])
+@pytest.mark.parametrize("line", ["source a/b.sh", ". a/b.sh", "eval X=2", "export $(cat .env)"])
 def test_a_file_that_is_not_read_is_one_note(line):
     notes = written(f"f() {{ {line}; }}; f; f; {line}; [ -f x ] && f || f\n{COMMAND}\n").notes
     assert len([note for note in notes if "not read" in note]) == 1
-    said = line.replace("source ", "").replace(". ", "")
+    said = line.replace("source ", "").replace(". a", "a")
     assert f"run.sh:1: {said}: not read; what it sets is written as --set NAME=VALUE" in notes
 
 
@@ -321,6 +321,10 @@ def test_a_break_outside_of_a_loop_is_one_line(word, lines):
         ("for i in 1; do for j in 1; do break 2; done; done", "run.sh:1: break 2: only break alone is followed"),
         ("case 7 in\n7) Y=a ;&\n8) Y=b ;;\nesac", "run.sh:2: ;& is not followed; end each part of the case in ;;"),
         (f"while true; do {COMMAND}; done", "run.sh:1: a loop around the training; give a script with the one command"),
+        (
+            "f() { local -n r=$1; r=5; }; f Y",
+            "run.sh:1: local -n r=$1: another name of a variable is not followed; writ",
+        ),
         ("return 0", "run.sh:1: return stands in no function; take the line out of the script"),
     ],
 )
@@ -481,6 +485,16 @@ WORDS = [
     ("N=4; T d.y=$(( N > 2 ? 8 : 1 )) d.z=$((N<<1)) d.w=$((2**3))", ["d.y=8", "?", "?"]),
     ("i=0; ((i++)); ((i+=2*3)); T d.y=$i d.z=$((i = 5)) d.w=$i", ["d.y=7", "d.z=5", "d.w=5"]),
     ("i=0; ((i++)) || Y=1; ((i-=1, i++)); T d.y=$Y d.i=$i", ["d.y=1", "?"]),
+    ("X=1; f() { local X; Y=${X:-2}${X-3}; X=4; }; f; T d.y=$Y d.x=$X", ["d.y=23", "d.x=1"]),
+    ("X=1; f() { declare X; [ a = b ] && X=2; T d.y=1 $X d.x=$X; }; f", ["d.y=1", "d.x="]),
+    ("X=1; f() { local X; Y=$X; }; X=2 f; T d.y=$Y d.x=$X", ["d.y=2", "d.x=1"]),
+    ("Y=1; f() { declare -g Y=2; }; f; T d.y=$Y", ["d.y=2"]),
+    ("f() { g() { local Y; }; Y=5; }; f; T d.y=$Y", ["d.y=5"]),
+    ("f() { Y=5; if [ a = b ]; then local Y=1; fi; (local Y=2); }; f; T d.y=$Y", ["d.y=5"]),
+    ("Y=1; f() { [ -f x ] && local Y=2; Y=3; }; f; T d.y=$Y", ["?"]),
+    ("Y=1; f() { [ -f x ] && return; local Y=2; Y=3; }; f; T d.y=$Y", ["d.y=1"]),
+    ('Y=1; export "Y=2"; f() { local "Z=3"; W=$Z; }; f; T d.y=$Y d.z=$W d.v=${Z:-4}', ["d.y=2", "d.z=3", "d.v=4"]),
+    ("declare -i Y N=8; Y=2+3; declare -u S=a; T d.y=$Y d.n=$N d.s=$S", ["?", "d.n=8", "?"]),
     ("A[0]=1 echo hi; gpus[0]=1 T d.y=1", ["d.y=1"]),
 ]
 """A line, and the words behind the module; "?" is unknown, all others are bash's own."""

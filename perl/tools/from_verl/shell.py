@@ -98,6 +98,10 @@ class Launch:
     """File and line."""
 
 
+Kept = tuple[str | list[str] | None, dict[str, Unknown | None]]
+"""A variable's value, and whether it is exported."""
+
+
 @dataclass
 class Frame:
     """A function, a loop, one of its turns, or a branch, while it is followed."""
@@ -107,6 +111,8 @@ class Frame:
     """Its name, "" of others."""
     doubt: Unknown | None = None
     """Why only a run decides whether it runs, or its rest."""
+    kept: dict[str, Kept] = field(default_factory=dict)
+    """Of a function: what its local variables are outside."""
 
 
 @dataclass
@@ -126,6 +132,8 @@ class Script:
     """Names of the settings that the script has read."""
     inherited: set[str] = field(default_factory=set)
     """Names that the script reads before it sets them."""
+    changing: dict[str, Unknown] = field(default_factory=dict)
+    """Variables that change what is assigned to them (declare -i, -l, -u)."""
     launches: list[Launch] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     """What was put right, one line each."""
@@ -188,10 +196,12 @@ class Script:
         """Set a variable, or unset it. In doubt, another value than it has is unknown; what is unknown gives way to
         what the user has set."""
         value = self.counted(value) if isinstance(value, list) else value
+        if name in self.changing and value and not (isinstance(value, str) and WHOLE.fullmatch(value)):
+            value = self.mark(self.changing[name])
         now, doubt = self.variables.get(name), self.doubt
         if doubt is not None and value != now:
             own = "" if name == ARGUMENTS else name
-            is_array = isinstance(value, list) or isinstance(now, list)
+            is_array = any(isinstance(it, list) and it != [] for it in (value, now))
             is_unknown = isinstance(now, str) and UNKNOWN.fullmatch(now)
             value = now if is_unknown else self.mark(replace(doubt, name=doubt.name or own, is_array=is_array))
         if name in self.settings and any(map(UNKNOWN.search, _as_list(value))):
@@ -335,7 +345,7 @@ def _apart(script: Script, kind: Callable[..., None], *nodes: Node) -> None:
     """Follow what a shell of its own does, whose variables end with it; its trainings stay."""
     script.spend(len(script.variables) + len(script.functions) + len(script.exported))
     own = {"variables": dict(script.variables), "functions": dict(script.functions), "exported": dict(script.exported)}
-    inner = replace(script, **own)
+    inner = replace(script, **own, frames=[replace(frame, kept=dict(frame.kept)) for frame in script.frames])
     with contextlib.suppress(_End):  # of the shell within, alone
         kind(inner, *nodes)
     script.budget = inner.budget
@@ -379,12 +389,47 @@ def _each(script: Script, node: Node) -> None:
 
 
 def _declaration(script: Script, node: Node) -> None:
-    exports = node.children[0].type == "export" or any(_text(child) == "-x" for child in node.named_children)
+    """export, local, declare, typeset, readonly."""
+    words = [child for child in node.named_children if child.type not in ("comment", "variable_assignment")]
+    texts = [text_of(script, child) for child in words if child.type != "variable_name"]
+    options = "".join(text for text in texts if text.startswith("-"))
+    exports = node.children[0].type == "export" or "x" in options
+    frame = next((frame for frame in reversed(script.frames) if frame.kind == "function"), None)
+    is_local = node.children[0].type in LOCAL and frame is not None and "g" not in options
+    if node.children[0].type in LOCAL and "n" in options:
+        raise UserError(f"{script.at(node)}: {_text(node)}: another name of a variable is not followed; write it out")
     for child in node.named_children:
-        name = _text(child.children[0] if child.type == "variable_assignment" else child).partition("[")[0]
+        if child.type in ("variable_assignment", "variable_name"):
+            name, value = _text(child).partition("=")[0].partition("[")[0].removesuffix("+"), None
+        elif child.type == "comment" or (text := text_of(script, child)).startswith("-"):
+            continue
+        elif found := NAME_AND_VALUE.match(text):
+            name, value = found.groups()
+        else:
+            _not_read(script, node, _text(node))
+            continue
+        if is_local and frame is not None:
+            _make_local(script, frame, name)
+        if set(options) & set("ilu"):
+            script.changing[name] = Unknown(f"{script.at(node)}: {_text(node)}: changes what is assigned", name)
         follow(script, child)
-        if exports and (script.doubt is None or name not in script.exported):
+        if value is not None:
+            script.store(name, value)
+        if exports and "n" in options and script.doubt is None:
+            script.exported.pop(name, None)
+        elif exports and (script.doubt is None or name not in script.exported):
             script.exported[name] = script.doubt
+
+
+def _make_local(script: Script, frame: Frame, name: str) -> None:
+    """Keep what a variable is outside of a function, in which it is without a value at first."""
+    if name in frame.kept:
+        return
+    inner = script.frames[script.frames.index(frame) + 1 :]
+    doubt = next((it.doubt for it in inner if it.doubt is not None), None)
+    value = script.variables.get(name) if doubt is None else script.mark(replace(doubt, name=doubt.name or name))
+    frame.kept[name] = (value, {name: script.exported[name]} if name in script.exported else {})
+    script.store(name, [])
 
 
 def _assign(script: Script, node: Node) -> None:
@@ -401,7 +446,7 @@ def _assign(script: Script, node: Node) -> None:
         result = script.unknown(node, f"single elements of the array {name} are assigned")
     elif isinstance(result, list):
         result = [*_as_list(before), *result]
-    elif before is not None:
+    elif before:
         result = before + result if isinstance(before, str) else script.unknown(node, name=name)
     script.store(name, result)
 
@@ -566,17 +611,17 @@ def _prefix(script: Script, node: Node) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _kept(script: Script, names: Iterable[str]) -> Iterator[None]:
-    """Have variables that are afterwards what they were."""
-    before = {name: script.variables.get(name) for name in names}
-    exported = {name: script.exported[name] for name in before.keys() & script.exported.keys()}
+def _kept(script: Script, names: Iterable[str]) -> Iterator[dict[str, Kept]]:
+    """Have variables that are afterwards what they were; more can be added."""
+    exported = script.exported
+    before = {name: (script.variables.get(name), {name: exported[name]} if name in exported else {}) for name in names}
     try:
-        yield
+        yield before
     finally:
-        for name, value in before.items():
+        for name, (value, exports) in before.items():
             script.put(name, value)
             script.exported.pop(name, None)
-        script.exported |= exported
+            script.exported |= exports
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
@@ -613,11 +658,16 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
             f"{script.at(node)}: {name}: the command stands in a text; write it out, as a line of the script"
         )
     elif name in ("source", ".", "eval"):
-        line = UNKNOWN.sub("?", " ".join(words if name == "eval" else arguments[:1]))
-        script.notes[f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE"] = None
+        _not_read(script, node, " ".join(words if name == "eval" else arguments[:1]))
     elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
         for variable in filter(None, map(re.compile(r"[A-Za-z_]\w*").match, arguments)):
             script.store(variable[0], script.unknown(node, f"{name} sets {variable[0]}", variable[0]))
+
+
+def _not_read(script: Script, node: Node, text: str) -> None:
+    """Note what may set any variable."""
+    line = UNKNOWN.sub("?", " ".join(text.split()))
+    script.notes[f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE"] = None
 
 
 def _end(script: Script, node: Node, word: str) -> NoReturn:
@@ -662,9 +712,8 @@ def _call(
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
     body, status = script.functions[name], None
     script.spend(STEP + body.end_byte - body.start_byte)
-    declared = (it for it in _all(body) if it.type == "declaration_command" and it.children[0].type in LOCAL)
-    local = {_text(child).partition("=")[0] for it in declared for child in it.named_children}
-    with _kept(script, {ARGUMENTS, *prefix, *local}), _within(script, "function", function=name) as frame:
+    with _kept(script, {ARGUMENTS, *prefix}) as kept, _within(script, "function", function=name) as frame:
+        frame.kept = kept
         script.variables |= {**prefix, ARGUMENTS: script.counted(arguments)}
         script.exported |= dict.fromkeys(prefix)
         status = kind(script, body)
@@ -1157,7 +1206,7 @@ def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
-    is_set = bool(value) if sign.startswith(":") else name in script.variables or bool(value)
+    is_set = bool(value) if sign.startswith(":") else script.variables.get(name) not in (None, []) or bool(value)
     if sign.endswith("+") and is_set and not UNKNOWN.sub("", "".join(value)) and script.unknowns_in("".join(value)):
         return script.unknown(node, name=name)
     if sign.endswith("+"):
