@@ -4,6 +4,7 @@ What a condition comes to is bash's own answer: `test_conditions_are_bashs` asks
 """
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -495,6 +496,44 @@ WORDS = [
     ("Y=1; f() { [ -f x ] && return; local Y=2; Y=3; }; f; T d.y=$Y", ["d.y=1"]),
     ('Y=1; export "Y=2"; f() { local "Z=3"; W=$Z; }; f; T d.y=$Y d.z=$W d.v=${Z:-4}', ["d.y=2", "d.z=3", "d.v=4"]),
     ("declare -i Y N=8; Y=2+3; declare -u S=a; T d.y=$Y d.n=$N d.s=$S", ["?", "d.n=8", "?"]),
+    ("set -- $(cat f) b; Y=$2; T d.y=$Y d.n=$#", ["?", "?"]),
+    ("A=($(cat f) b); T d.y=${A[1]} d.z=${#A[@]}", ["?", "?"]),
+    ("f() { Y=${2:-none}; }; f $NOPE b; T d.y=$Y", ["?"]),
+    ("set -- $NOPE x y; shift; T d.y=$1 d.n=$#", ["?", "?"]),
+    ('A=(d.a=$NOPE/x d.b=2); T "${A[@]}"', ["?", "d.b=2"]),
+    ("T $(echo d.a=1 d.b=2)", ["d.a=1", "d.b=2"]),
+    ("for i in $(echo 1 2); do Y=$i; done; A=($(echo a b)); T d.y=$Y d.n=${#A[@]}", ["d.y=2", "d.n=2"]),
+    ("T d.y=\"$(echo 'a\n')x\"", ["d.y=ax"]),
+    ('T ${X:-"d.x=a b"} ${HOME:+"d.y=a b"} ${X:-d.z=1 d.w=2}', ["d.x=a b", "d.y=a b", "d.z=1", "d.w=2"]),
+    ('A=(d.x=1 "d.y=2 3"); B=(); T "${A[@]+"${A[@]}"}" "${B[@]+"${B[@]}"}" "${B[@]:-}"', ["d.x=1", "d.y=2 3", ""]),
+    (
+        """T d.a="${X:-'a'}" d.b=${X:-'a'} d.c="${X:-~/a}" d.d=${X:-~/a}""",
+        ["d.a='a'", "d.b=a", "d.c=~/a", "d.d=/home/user/a"],
+    ),
+    ("""A=1; T d.a="${X:-'$A'}" d.b="${X:-"$A b"}" d.c="${X:-a\\b\\}}" """, ["?", "d.b=1 b", "d.c=a\\b}"]),
+    ("T d.y={a,b} +d.z={a:1,b:2} d.x={a..c}", ["?", "?", "?"]),
+    (
+        'T d.y={a} d.z={"a,b"} d.x="{a,b}" +d.w=[{a:1}] d.v={"a":1}',
+        ["d.y={a}", "d.z={a,b}", "d.x={a,b}", "+d.w=[{a:1}]", "d.v={a:1}"],
+    ),
+    ("for i in {1,2}; do Y=$i; done; T d.y=$Y", ["?"]),
+    ("A=(/data/*.parquet); T d.y=${A[0]} d.n=${#A[@]}", ["?", "?"]),
+    ("for f in g[12].parquet; do Y=$f; done; set -- *.x; T d.y=$Y d.z=$1", ["?", "?"]),
+    ('A=*.parquet; T "$A" $A d.y=[a-b]', ["*.parquet", "?", "d.y=[a-b]"]),
+    ('IFS=,; L=a,b; for i in $L; do Y=$i; done; T d.y=$Y d.z="$L" d.w=${HOME}', ["?", "d.z=a,b", "d.w=/home/user"]),
+    ("IFS=$'\\n\\t'; X='a b'; T d.x=$X", ["d.x=a b"]),
+    ("for i in 1 2 # three\ndo Y=$i; done; T d.y=$Y", ["d.y=2"]),
+    ('A=q; X="$A "; T d.x="${X}z" "d.y= $A  ${A} " "d.z=5$ b"', ["d.x=q z", "d.y= q  q ", "d.z=5$ b"]),
+    (
+        'A=q; T d.y=1\\\nd.z=2 d.a=\\[$A\\] d.b=[\\"$A\\"] d.c=[a,$A,b]',
+        ["d.y=1d.z=2", "d.a=[q]", 'd.b=["q"]', "d.c=[a,q,b]"],
+    ),
+    ("set -- '' b c d e f g h i j; T d.a=${1-x} d.b=$10 d.c=${10} d.d=${11-k}", ["d.a=", "d.b=0", "d.c=j", "d.d=k"]),
+    ("T 'd.x=[$A]' \"d.z=<path> \" d.y=<path>", ["d.x=[$A]", "d.z=<path> ", "d.y=<path>"]),
+    (
+        'T d.a=${X:-[a.parquet,b]} d.b="${F:-[\'/a/b.parquet\']}" d.c=${W:-{"a":1}}',
+        ["d.a=[a.parquet,b]", "d.b=['/a/b.parquet']", "d.c={a:1}"],
+    ),
     ("A[0]=1 echo hi; gpus[0]=1 T d.y=1", ["d.y=1"]),
 ]
 """A line, and the words behind the module; "?" is unknown, all others are bash's own."""
@@ -506,9 +545,10 @@ def test_words_are_bashs(lines, words):
     Path("run.sh").write_text(f"{text}\n")
     launch, script = read_script(Path("run.sh"), {"HOME": "/home/user"})
     assert ["?" if script.reasons_in(word) else word for word in launch.words] == words
-    if "?" not in words:
+    if "?" not in words and "<path>" not in lines:
         python = """python3() { printf '%s\\0' "${@:3}" >&3; }; . ./run.sh"""
-        subprocess.run(["bash", "-c", f"exec 3> seen; {python}"], check=True, capture_output=True)
+        bash = ["bash", "-c", f"exec 3> seen; {python}"]
+        subprocess.run(bash, check=True, capture_output=True, env={"HOME": "/home/user", "PATH": os.environ["PATH"]})
         assert Path("seen").read_text().split("\0")[:-1] == words
 
 

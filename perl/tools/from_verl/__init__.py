@@ -1,6 +1,8 @@
 """A command of verl, as a recipe of perl: nothing is dropped silently, nothing of the user's is executed.
 
-shell.py      script -> the words of its training command          (tree-sitter; nothing is run)
+shell.py      script -> the words of its training command          (nothing is run)
+state.py      what is known while a script is followed
+grammar.py    script -> tree                                       (tree-sitter)
 expressions.py what ((…)), [ … ] and [[ … ]] come to
 overrides.py  words, YAML -> keys with values over verl's defaults (Hydra's parser, OmegaConf)
 keys.yaml     each key -> translated | without effect | refused   (keys.py reads it)

@@ -22,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from perl.base.errors import UserError, nearest
 from perl.base.paths import user_path
-from perl.tools.from_verl.shell import TRAINERS, UNKNOWN, Launch, Script, read_script, read_source
+from perl.tools.from_verl.shell import TRAINERS, read_script, read_source
+from perl.tools.from_verl.state import UNKNOWN, Launch, Script
 
 DEFAULTS = Path(__file__).parent / "ppo_trainer.yaml"
 MODULE = "verl.trainer.main_ppo"

@@ -18,18 +18,30 @@ import glob
 import itertools
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import tree_sitter_bash
-from tree_sitter import Language, Node, Parser
+from tree_sitter import Node
 
 from perl.base.errors import UserError, nearest
 from perl.tools.from_verl.expressions import Undecided, assigned, condition, integer, names_set, value_of
+from perl.tools.from_verl.grammar import grouped, nodes_in, raw, tree_of, with_gaps
+from perl.tools.from_verl.state import (
+    ARGUMENTS,
+    STEP,
+    UNKNOWN,
+    WHOLE,
+    End,
+    Frame,
+    Kept,
+    Launch,
+    Script,
+    Unknown,
+    as_list,
+)
 
 TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo")
 """Last parts of the modules (or files) that train: verl.trainer.main_ppo, recipe.dapo.main_dapo."""
@@ -37,193 +49,18 @@ OTHER_PROGRAMS = re.compile(r"^(verl|recipe)[./].*(trainer|main_)")
 LOOKS_LIKE_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=")
 NAME_AND_VALUE = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
-MARK = secrets.token_hex(8)
-UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
-"""What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
 PRINTS = ("echo", "printf", ":")
 LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
               "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
 """Variables that are set in each shell."""
-ARGUMENTS = "@"
-"""The variable that holds $1, $2, … of the script, or of the function that is followed."""
-PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
-"""KEY=<path>, which a shell would take for redirections."""
-LIST = re.compile(rb"(?<==\[)\$([A-Za-z_]\w*)")
-"""KEY=[$NAME, of which the grammar makes two words."""
 ALL_IN_ONE = re.compile(r"\$\{?(\w+\[)?\*")
 """$*, ${*…} and ${NAME[*]…}, which are one word where they are quoted."""
-WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
 LONGEST_PATTERN = 1000
 MOST_BYTES = 1 << 18
 """Of a script."""
-BUDGET = 10_000_000
-"""What following a script may cost: the characters of its statements each time that they are followed, those of its
-variables each time that they are read, and STEP for each statement."""
-STEP = 100
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """What only a run of the script shows."""
-
-    why: str
-    """With file and line."""
-    name: str = ""
-    """The variable that the user can set to decide it, "" where there is none."""
-    values: tuple[str, ...] = ()
-    """What the script compares it to."""
-    is_array: bool = False
-    """Whether it stands for any number of words."""
-
-    def __str__(self) -> str:
-        values = self.values or ("VALUE",)
-        return self.why + (f"; write {' or '.join(f'--set {self.name}={v}' for v in values)}" if self.name else "")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One command that starts a training with verl."""
-
-    module: str
-    words: list[str]
-    """What follows the module; an unknown part is a mark, see `reasons_in`."""
-    environment: dict[str, str]
-    """Variables that the script exports or that stand before the command."""
-    before: str
-    """Program that starts Python, such as `ray job submit`; "" where there is none."""
-    place: str
-    """File and line."""
-
-
-Kept = tuple[str | list[str] | None, dict[str, Unknown | None]]
-"""A variable's value, and whether it is exported."""
-
-
-@dataclass
-class Frame:
-    """A function, a loop, one of its turns, or a branch, while it is followed."""
-
-    kind: str
-    function: str
-    """Its name, "" of others."""
-    doubt: Unknown | None = None
-    """Why only a run decides whether it runs, or its rest."""
-    kept: dict[str, Kept] = field(default_factory=dict)
-    """Of a function: what its local variables are outside."""
-
-
-@dataclass
-class Script:
-    """What is known while a script is followed."""
-
-    place: str
-    variables: dict[str, str | list[str]]
-    """ARGUMENTS too."""
-    exported: dict[str, Unknown | None] = field(default_factory=dict)
-    """Names of variables that programs see, and why only a run decides whether they do."""
-    functions: dict[str, Node] = field(default_factory=dict)
-    unknowns: list[Unknown] = field(default_factory=list)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the user sets (--set): as if they were inherited, and in place of what only a run shows."""
-    used: set[str] = field(default_factory=set)
-    """Names of the settings that the script has read."""
-    inherited: set[str] = field(default_factory=set)
-    """Names that the script reads before it sets them."""
-    changing: dict[str, Unknown] = field(default_factory=dict)
-    """Variables that change what is assigned to them (declare -i, -l, -u)."""
-    launches: list[Launch] = field(default_factory=list)
-    notes: dict[str, None] = field(default_factory=dict)
-    """What was put right, one line each."""
-    others: list[str] = field(default_factory=list)
-    """Programs of verl that do not train with rewards, each with its line."""
-    frames: list[Frame] = field(default_factory=list)
-    """What is followed now, the innermost last."""
-    budget: int = BUDGET
-    in_test: bool = False
-    """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
-
-    def at(self, node: Node) -> str:
-        return f"{self.place}:{node.start_point[0] + 1}"
-
-    def spend(self, cost: int) -> None:
-        """Raise a UserError once a script costs more than any that only starts a training."""
-        self.budget -= cost
-        if self.budget < 0:
-            raise UserError(
-                f"{self.place}: too long to follow (its loops and texts grow without end); give a script with the one"
-                " command"
-            )
-
-    def unknown(self, node: Node, why: str = "", name: str = "") -> str:
-        """A mark for what only a run of the script shows."""
-        return self.mark(Unknown(f"{self.at(node)}: {why or f'{_text(node)} is only known to a run'}", name))
-
-    def mark(self, unknown: Unknown) -> str:
-        self.spend(STEP)
-        self.unknowns.append(unknown)
-        return f"\ue000{MARK}:{len(self.unknowns) - 1}\ue001"
-
-    @property
-    def doubt(self) -> Unknown | None:
-        """Why only a run decides whether what is followed now runs; None where it does."""
-        return next((frame.doubt for frame in self.frames if frame.doubt is not None), None)
-
-    def unknowns_in(self, text: str) -> list[Unknown]:
-        return [self.unknowns[int(number)] for number in UNKNOWN.findall(text)]
-
-    def reasons_in(self, text: str) -> list[str]:
-        """Why parts of a text are unknown, and what to write; empty where all of it is known."""
-        return list(dict.fromkeys(map(str, dict.fromkeys(self.unknowns_in(text)))))
-
-    def name_unknowns(self, first: int, name: str) -> None:
-        """Say that setting the variable `name` decides the unknowns from number `first` on."""
-        self.unknowns[first:] = [replace(it, name=it.name or name) for it in self.unknowns[first:]]
-
-    def value(self, name: str) -> str | list[str] | None:
-        """What a variable is set to, None where it is not."""
-        value = self.variables.get(name)
-        self.spend(sum(len(word) + 1 for word in _as_list(value)))
-        return value
-
-    def counted(self, words: list[str]) -> str | list[str]:
-        """Words, or the first of them that stands for any number of words, as it is unknown then which is which."""
-        return next((word for word in words if any(it.is_array for it in self.unknowns_in(word))), words)
-
-    def store(self, name: str, value: str | list[str] | None) -> None:
-        """Set a variable, or unset it. In doubt, another value than it has is unknown; what is unknown gives way to
-        what the user has set."""
-        value = self.counted(value) if isinstance(value, list) else value
-        if name in self.changing and value and not (isinstance(value, str) and WHOLE.fullmatch(value)):
-            value = self.mark(self.changing[name])
-        now, doubt = self.variables.get(name), self.doubt
-        if doubt is not None and value != now:
-            own = "" if name == ARGUMENTS else name
-            is_array = any(isinstance(it, list) and it != [] for it in (value, now))
-            is_unknown = isinstance(now, str) and UNKNOWN.fullmatch(now)
-            value = now if is_unknown else self.mark(replace(doubt, name=doubt.name or own, is_array=is_array))
-        if name in self.settings and any(map(UNKNOWN.search, _as_list(value))):
-            value = self.settings[name]
-            self.used.add(name)
-        self.put(name, value)
-
-    def put(self, name: str, value: str | list[str] | None) -> None:
-        if value is None:
-            self.variables.pop(name, None)
-        else:
-            self.variables[name] = value
-
-
-@dataclass
-class _End(Exception):
-    """exit, return out of a function, break and continue in a loop."""
-
-    place: str
-    word: str
-
-
 ENDED_BY = {"return": "function", "break": "loop", "continue": "turn", "exit": "script"}
 """Which kind of frame each of them ends."""
 
@@ -274,12 +111,12 @@ def _arguments(settings: Mapping[str, str]) -> list[str]:
 
 def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     try:
-        follow(script, _tree(script, source))
+        follow(script, tree_of(source, script.place))
     except RecursionError:
         raise UserError(
             f"{script.place}: brackets, commands or conditions nest too deep; give a script with the one command"
         ) from None
-    except _End as end:
+    except End as end:
         if not script.launches:
             raise UserError(f"{end.place}: the script ends here, before it trains; what it checks is not met") from None
     if len(script.launches) > 1:
@@ -290,34 +127,6 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     if not script.launches:
         raise UserError(f"{script.place}: no command of verl in it, such as python3 -m verl.trainer.main_ppo KEY=VALUE")
     return script.launches[0], script
-
-
-def _tree(script: Script, source: bytes) -> Node:
-    source = LIST.sub(rb"${\1}", PLACEHOLDER.sub(rb"\1'\2'", source))
-    root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
-    if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
-        text = _text(bad).strip().splitlines() or ["something is missing"]
-        raise UserError(f"{script.at(bad)}: not bash: {text[0]:.60}")
-    if edits := [edit for node in _all(root) for edit in _edits(node)]:
-        pieces, end = [], 0
-        for start, stop, text in sorted(edits):
-            if start >= end:
-                pieces += [source[end:start], text]
-                end = stop
-        return _tree(script, b"".join([*pieces, source[end:]]))
-    return root
-
-
-def _edits(node: Node) -> Iterator[tuple[int, int, bytes]]:
-    """(from, to, what stands there instead) where the grammar groups otherwise than bash."""
-    if node.type == "command":  # a line of several assignments, taken for the beginning of the command on the next
-        for (_, child), (gap, _) in itertools.pairwise(_with_gaps(node)):
-            if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
-                yield child.end_byte, child.end_byte, b";"
-    elif node.type == "file_redirect" and len(files := node.children_by_field_name("destination")) > 1:
-        # The command's words behind a redirection, taken for files; which file does not matter here.
-        text = (node.text or b"")[: files[0].end_byte - node.start_byte]
-        yield node.start_byte, files[0].end_byte, re.sub(rb"(\\\n)|[^\n]", lambda m: m[1] or b" ", text)
 
 
 # Statements
@@ -346,7 +155,7 @@ def _apart(script: Script, kind: Callable[..., None], *nodes: Node) -> None:
     script.spend(len(script.variables) + len(script.functions) + len(script.exported))
     own = {"variables": dict(script.variables), "functions": dict(script.functions), "exported": dict(script.exported)}
     inner = replace(script, **own, frames=[replace(frame, kept=dict(frame.kept)) for frame in script.frames])
-    with contextlib.suppress(_End):  # of the shell within, alone
+    with contextlib.suppress(End):  # of the shell within, alone
         kind(inner, *nodes)
     script.budget = inner.budget
 
@@ -363,13 +172,13 @@ def _within(
     frame = Frame(kind, function, script.doubt if node is not None else None)
     if node is not None and frame.doubt is None:
         why = "which only a run decides" if undecided else "which is not followed, or which only a run decides"
-        why = f"{script.at(node)}: it depends on {' '.join(_text(node).split())[:60]!r}, {why}"
+        why = f"{script.at(node)}: it depends on {' '.join(raw(node).split())[:60]!r}, {why}"
         name, values = (undecided.name, undecided.values or ("VALUE",)) if undecided else ("", ())
         frame.doubt = Unknown(why, name, values if name else ())
     script.frames.append(frame)
     try:
         yield frame
-    except _End as end:
+    except End as end:
         if (ended := ENDED_BY[end.word]) != kind:
             if frame.doubt is None:
                 raise
@@ -397,21 +206,21 @@ def _declaration(script: Script, node: Node) -> None:
     frame = next((frame for frame in reversed(script.frames) if frame.kind == "function"), None)
     is_local = node.children[0].type in LOCAL and frame is not None and "g" not in options
     if node.children[0].type in LOCAL and "n" in options:
-        raise UserError(f"{script.at(node)}: {_text(node)}: another name of a variable is not followed; write it out")
+        raise UserError(f"{script.at(node)}: {raw(node)}: another name of a variable is not followed; write it out")
     for child in node.named_children:
         if child.type in ("variable_assignment", "variable_name"):
-            name, value = _text(child).partition("=")[0].partition("[")[0].removesuffix("+"), None
+            name, value = raw(child).partition("=")[0].partition("[")[0].removesuffix("+"), None
         elif child.type == "comment" or (text := text_of(script, child)).startswith("-"):
             continue
         elif found := NAME_AND_VALUE.match(text):
             name, value = found.groups()
         else:
-            _not_read(script, node, _text(node))
+            _not_read(script, node, raw(node))
             continue
         if is_local and frame is not None:
             _make_local(script, frame, name)
         if set(options) & set("ilu"):
-            script.changing[name] = Unknown(f"{script.at(node)}: {_text(node)}: changes what is assigned", name)
+            script.changing[name] = Unknown(f"{script.at(node)}: {raw(node)}: changes what is assigned", name)
         follow(script, child)
         if value is not None:
             script.store(name, value)
@@ -435,9 +244,9 @@ def _make_local(script: Script, frame: Frame, name: str) -> None:
 def _assign(script: Script, node: Node) -> None:
     """NAME=value, NAME+=value, NAME=(words)."""
     target, value = node.children[0], node.children[2] if len(node.children) > 2 else None
-    name, first = _text(target).partition("[")[0], len(script.unknowns)
+    name, first = raw(target).partition("[")[0], len(script.unknowns)
     if value is not None and value.type == "array":
-        result = [word for child in value.named_children if child.type != "comment" for word in words_of(script, child)]
+        result = [word for nodes in grouped(value) for word in words_of(script, *nodes)]
     else:
         result = "" if value is None else text_of(script, value)
         script.name_unknowns(first, name)
@@ -445,7 +254,7 @@ def _assign(script: Script, node: Node) -> None:
     if target.type == "subscript":
         result = script.unknown(node, f"single elements of the array {name} are assigned")
     elif isinstance(result, list):
-        result = [*_as_list(before), *result]
+        result = [*as_list(before), *result]
     elif before:
         result = before + result if isinstance(before, str) else script.unknown(node, name=name)
     script.store(name, result)
@@ -472,10 +281,10 @@ def _clause(script: Script, node: Node, others: list[Node]) -> Clause:
 def _case(script: Script, node: Node) -> None:
     word, *items = [child for child in node.named_children if child.type != "comment"]
     if bad := next((it for item in items for it in item.children if it.type in (";&", ";;&")), None):
-        raise UserError(f"{script.at(bad)}: {_text(bad)} is not followed; end each part of the case in ;;")
+        raise UserError(f"{script.at(bad)}: {raw(bad)} is not followed; end each part of the case in ;;")
     split = [next(at for at, child in enumerate(item.children) if child.type == ")") for item in items]
     patterns = [[it for it in item.children[:at] if it.is_named] for item, at in zip(items, split, strict=True)]
-    plain = tuple(_text(it) for among in patterns for it in among if re.fullmatch(r"[\w.-]+", _text(it)))
+    plain = tuple(raw(it) for among in patterns for it in among if re.fullmatch(r"[\w.-]+", raw(it)))
 
     def matches(among: Sequence[Node]) -> bool:
         value = _tested(script, word, compared=plain)
@@ -483,7 +292,7 @@ def _case(script: Script, node: Node) -> None:
 
     clauses: list[Clause] = []
     for among, item, at in zip(patterns, items, split, strict=True):
-        is_taken = None if "*" in map(_text, among) else partial(matches, among)
+        is_taken = None if "*" in map(raw, among) else partial(matches, among)
         clauses.append((node, is_taken, [it for it in item.children[at + 1 :] if it.is_named]))
     _first(script, clauses)
 
@@ -515,8 +324,8 @@ def _exits(nodes: Sequence[Node]) -> bool:
     last = next((node for node in reversed(nodes) if node.type != "comment"), None)
     if last is not None and last.type == "compound_statement":
         return _exits(last.named_children)
-    ends = last is not None and last.type == "command" and _text(last.children[0]) == "exit"
-    return ends and not any(re.search(r"\b(return|break|continue)\b", _text(node)) for node in nodes)
+    ends = last is not None and last.type == "command" and raw(last.children[0]) == "exit"
+    return ends and not any(re.search(r"\b(return|break|continue)\b", raw(node)) for node in nodes)
 
 
 def _leave_out(script: Script, node: Node, undecided: Undecided, body: Sequence[Node]) -> None:
@@ -526,11 +335,11 @@ def _leave_out(script: Script, node: Node, undecided: Undecided, body: Sequence[
 
 
 def _for(script: Script, node: Node) -> None:
-    name, *items, body = node.named_children
-    words = [word for child in items for word in words_of(script, child)]
+    (name,), *items, (body,) = grouped(node)
+    words = [word for nodes in items for word in words_of(script, *nodes)]
     if not any(child.type == "in" for child in node.children):
-        words = _as_list(script.value(ARGUMENTS))
-    may_be_more = any(script.reasons_in(word) or "*" in word or "?" in word for word in words)
+        words = as_list(script.value(ARGUMENTS))
+    may_be_more = any(map(script.reasons_in, words))
     if len(words) > MOST_TURNS or may_be_more or node.children[0].type == "select":
         return _repeat(script, node)
     if words:
@@ -538,7 +347,7 @@ def _for(script: Script, node: Node) -> None:
     with _within(script, "loop"):
         for word in words:
             with _within(script, "turn"):
-                script.store(_text(name), word)
+                script.store(raw(name), word)
                 follow(script, body)
     return None
 
@@ -554,9 +363,9 @@ def _while(script: Script, node: Node) -> None:
 def _repeat(script: Script, node: Node) -> None:
     """A loop of which only a run decides how often it goes round: turns, until one makes nothing more unknown."""
     *head, body = node.named_children
-    names = [_text(it) for it in head if it.type == "variable_name"]
+    names = [raw(it) for it in head if it.type == "variable_name"]
     if node.type == "c_style_for_statement":
-        names = [name for it in head for name in names_set(_text(it))]
+        names = [name for it in head for name in names_set(raw(it))]
     _refuse_training(script, node)
     with _within(script, "loop", node):
         before = None
@@ -577,14 +386,14 @@ def _list(script: Script, node: Node) -> None:
 
 
 def _function(script: Script, node: Node) -> None:
-    name, body = _text(node.named_children[0]), node.child_by_field_name("body") or node.named_children[-1]
+    name, body = raw(node.named_children[0]), node.child_by_field_name("body") or node.named_children[-1]
     if script.doubt is not None and script.functions.get(name) != body:
         raise UserError(f"{script.doubt}; which functions there are depends on it")
     script.functions[name] = body
 
 
 def _unset(script: Script, node: Node) -> None:
-    for name in map(_text, node.named_children):
+    for name in map(raw, node.named_children):
         script.store(name, None)
 
 
@@ -603,7 +412,7 @@ def _command(script: Script, node: Node) -> None:
 def _prefix(script: Script, node: Node) -> dict[str, str]:
     """What a command's assignments set for it alone."""
     assignments = [child for child in node.named_children if child.type == "variable_assignment"]
-    names = [_text(child.children[0]).partition("[")[0] for child in assignments]
+    names = [raw(child.children[0]).partition("[")[0] for child in assignments]
     with _kept(script, names):
         follow(script, *assignments)
         values = {name: script.variables.get(name, "") for name in names}
@@ -625,8 +434,7 @@ def _kept(script: Script, names: Iterable[str]) -> Iterator[dict[str, Kept]]:
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
-    parts = [child for child in node.named_children if child.type != "variable_assignment"]
-    return [word for part in parts if not part.type.endswith("redirect") for word in words_of(script, part)]
+    return [word for nodes in grouped(node) for word in words_of(script, *nodes)]
 
 
 def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> None:
@@ -678,7 +486,7 @@ def _end(script: Script, node: Node, word: str) -> NoReturn:
     if word != "exit" and ENDED_BY[word] not in kinds:
         where = "function" if word == "return" else "loop"
         raise UserError(f"{script.at(node)}: {word} stands in no {where}; take the line out of the script")
-    raise _End(script.at(node), word)
+    raise End(script.at(node), word)
 
 
 def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
@@ -721,13 +529,13 @@ def _call(
 
 
 def _refuse_training(script: Script, loop: Node) -> None:
-    for it in _all(loop):
+    for it in nodes_in(loop):
         if _is_training(it):
             raise UserError(f"{script.at(it)}: a loop around the training; give a script with the one command")
 
 
 def _is_training(node: Node) -> bool:
-    return node.type == "command" and any(trainer in _text(node) for trainer in TRAINERS)
+    return node.type == "command" and any(trainer in raw(node) for trainer in TRAINERS)
 
 
 def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> bool:
@@ -813,11 +621,11 @@ def holds(script: Script, node: Node) -> bool:
     if kind == "compound_statement":
         return _last_holds(script, inside)
     _one(script, node)
-    if kind in ("declaration_command", "function_definition") or any(map(_is_training, _all(node))):
+    if kind in ("declaration_command", "function_definition") or any(map(_is_training, nodes_in(node))):
         return True
     if kind == "variable_assignment":
-        name = _text(node.children[0]).partition("[")[0]
-        if not any(map(UNKNOWN.search, _as_list(script.variables.get(name)))):
+        name = raw(node.children[0]).partition("[")[0]
+        if not any(map(UNKNOWN.search, as_list(script.variables.get(name)))):
             return True
         raise Undecided(name)
     raise Undecided  # files, too: those of the machine that trains
@@ -837,7 +645,7 @@ def _last_holds(script: Script, nodes: Sequence[Node]) -> bool:
 
 def _and_or(script: Script, node: Node) -> bool:
     """`a && b`, `a || b`."""
-    left, sign, right = node.children[0], _text(node.children[1]), node.children[-1]
+    left, sign, right = node.children[0], raw(node.children[1]), node.children[-1]
     decides = sign == "||"
     try:
         first = holds(script, left)
@@ -848,12 +656,12 @@ def _and_or(script: Script, node: Node) -> bool:
         if right.type == "test_command":
             if holds(script, right) == decides:
                 return decides
-        elif sign == "&&" and _is_step(left) and any(map(_is_training, _all(right))):
+        elif sign == "&&" and _is_step(left) and any(map(_is_training, nodes_in(right))):
             return holds(script, right)  # it trains only where what goes before succeeds
         else:
             with _within(script, "branch", node, undecided):
                 follow(script, right)
-            if decides and right.type == "command" and _text(right.children[0]) in SUCCEED:
+            if decides and right.type == "command" and raw(right.children[0]) in SUCCEED:
                 return True
         raise
     return first if first == decides else holds(script, right)
@@ -868,7 +676,7 @@ def _is_step(node: Node) -> bool:
 
 def _succeeds(script: Script, node: Node) -> bool:
     """Whether a command does: what only prepares the shell is taken to."""
-    if _text(node.children[0]) == "test":
+    if raw(node.children[0]) == "test":
         return _test(script, [(it,) for it in node.named_children[1:] if not it.type.endswith("redirect")], False)
     words = _words_of_command(script, node) or [""]
     if words[0] in script.functions:
@@ -920,7 +728,7 @@ def _test(script: Script, operands: Sequence[Word], double: bool) -> bool:
     """
     script.spend(STEP * len(operands))
     if double:
-        words = ["".join(map(_text, operand)) for operand in operands]
+        words = ["".join(map(raw, operand)) for operand in operands]
     else:
         with _testing(script):
             words = [word for operand in operands for word in words_of(script, *operand)]
@@ -968,11 +776,11 @@ def pattern_of(script: Script, node: Node) -> str:
     if node.type in ("string", "raw_string"):
         return glob.escape(_tested(script, node))
     if node.type == "concatenation":
-        return "".join(glob.escape(gap) + pattern_of(script, child) for gap, child in _with_gaps(node))
+        return "".join(glob.escape(gap) + pattern_of(script, child) for gap, child in with_gaps(node))
     if node.type in ("word", "extglob_pattern", "regex", "number"):
-        if re.search(r"[@+!?*]\(", _text(node)):
+        if re.search(r"[@+!?*]\(", raw(node)):
             raise Undecided
-        return re.sub(r"\\(.)", lambda match: glob.escape(match[1]), _text(node).replace('"', ""))
+        return re.sub(r"\\(.)", lambda match: glob.escape(match[1]), raw(node).replace('"', ""))
     return _tested(script, node)
 
 
@@ -989,7 +797,7 @@ def _computed(script: Script, node: Node) -> int:
     Raises:
         Undecided: it is unknown, or no number.
     """
-    whole = "".join(gap + _filled(script, child) for gap, child in _with_gaps(node)).strip()
+    whole = "".join(gap + _filled(script, child) for gap, child in with_gaps(node)).strip()
     text = re.sub(r"^\$?(\(\(|\[)|(\)\)|\])$", "", whole)
     script.spend(STEP + len(text))
 
@@ -1006,7 +814,7 @@ def _computed(script: Script, node: Node) -> int:
         return value
     except (ValueError, Undecided) as error:
         for name in names_set(text):
-            script.store(name, script.unknown(node, f"{_text(node)}: what arithmetic sets is not followed", name))
+            script.store(name, script.unknown(node, f"{raw(node)}: what arithmetic sets is not followed", name))
         raise Undecided(error.name if isinstance(error, Undecided) else "") from error
 
 
@@ -1024,66 +832,125 @@ def _sum(script: Script, node: Node) -> str:
     try:
         return str(_computed(script, node))
     except Undecided:
-        return script.unknown(node, f"{_text(node)} cannot be computed")
+        return script.unknown(node, f"{raw(node)} cannot be computed")
 
 
 def _filled(script: Script, node: Node) -> str:
     """A text in which expansions are put in."""
     if node.type.endswith(("expansion", "substitution")) or node.type == "string":
         return text_of(script, node)
-    return "".join(gap + _filled(script, child) for gap, child in _with_gaps(node)) if node.children else _text(node)
+    return "".join(gap + _filled(script, child) for gap, child in with_gaps(node)) if node.children else raw(node)
 
 
 # Words
 
 
 def words_of(script: Script, *nodes: Node) -> list[str]:
-    """The words that nodes without a gap become: quotes removed, variables put in, unquoted values split."""
-    words: list[str] = []
-    current: str | None = None
-    for pieces, splits in (part for node in nodes for part in _parts(script, node, quoted=False)):
-        for index, piece in enumerate(pieces):
-            if index > 0 and current is not None:
-                words.append(current)
-                current = None
-            if piece or current is not None or splits != "words":
-                current = (current or "") + piece
-    return [*words, current] if current is not None else words
+    """The words that nodes without a gap become: quotes removed, variables put in, unquoted values split.
+
+    An unknown that is not quoted stands for any number of words, unless KEY= stands before it.
+    """
+    words: list[tuple[str, str]] = []
+    is_open = False
+    for texts, kind in (part for node in nodes for part in _parts(script, node, "words")):
+        for index, text in enumerate(_split(script, nodes[0], texts) if kind == SPLIT else texts):
+            is_open = is_open and index == 0
+            if text or is_open or kind != SPLIT:
+                shape = "\0" * len(text) if kind in (QUOTED, ARRAY) else text
+                whole, shapes = words.pop() if is_open else ("", "")
+                words.append((whole + text, shapes + (re.sub("[{},]", "\0", shape) if kind == SPLIT else shape)))
+                is_open = True
+    return [_word(script, nodes[0], *word) for word in words]
+
+
+def _split(script: Script, node: Node, texts: list[str]) -> list[str]:
+    """What becomes of an unquoted value; "" at either end parts it from what stands next to it."""
+    value, separators = " ".join(texts), script.variables.get("IFS")
+    if separators is None:
+        return re.split("[ \t\n]+", value)
+    if isinstance(separators, str) and not UNKNOWN.search(separators) and not set(value) & set(separators):
+        return texts[:1] if len(texts) < 2 else re.split(" ", value)
+    why = f"{script.at(node)}: the script sets IFS, at which {raw(node)} is split"
+    return [script.mark(Unknown(why, is_array=True))]
+
+
+def _word(script: Script, node: Node, text: str, shape: str) -> str:
+    """A word, or an unknown where bash makes any number of words of it; `shape`: the word, without what is quoted."""
+    key = text.find("=")
+    if (found := UNKNOWN.search(shape)) and not 0 <= key < found.start():
+        mark = script.mark(replace(script.unknowns_in(found[0])[0], is_array=True))
+        return text[: found.start()] + mark + text[found.end() :]
+    names_files = re.search(r"[*?]|\[.+\]", shape[:key] if key >= 0 else shape)
+    if not script.in_test and (names_files or _has_choices(script, shape)):
+        why = "which files that names is only known to a run" if names_files else "bash makes several words of it"
+        why = f"{script.at(node)}: {UNKNOWN.sub('?', text)}: {why}; quote it, or write them out"
+        return script.mark(Unknown(why, is_array=True))
+    return text
+
+
+def _has_choices(script: Script, shape: str) -> bool:
+    """Whether {a,b} or {1..3} stands in a word."""
+    while found := re.search(r"\{[^{}]*\}", shape):
+        script.spend(len(shape))
+        if re.search(r",|^\{(-?\d+|[a-zA-Z])\.\.", found[0]):
+            return True
+        shape = shape[: found.start()] + "\0" + shape[found.end() :]
+    return False
 
 
 def text_of(script: Script, node: Node) -> str:
     """The text that a node becomes where nothing is split: an assignment, a test."""
-    return "".join(" ".join(pieces) for pieces, _ in _parts(script, node, quoted=True))
+    return _joined_parts(_parts(script, node, "text"))
 
 
-def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
-    """(pieces, how they split): "" is one text, "array" one word each, "words" split at white space."""
-    kind, text = node.type, _text(node)
-    if kind == "raw_string":
-        yield [text[1:-1]], ""
+def _joined_parts(parts: Iterable[Piece]) -> str:
+    return "".join(" ".join(texts) for texts, _ in parts)
+
+
+QUOTED, ARRAY, LITERAL, SPLIT = "quoted", "array", "literal", "split"
+Piece = tuple[list[str], str]
+"""Texts, of which the first joins the word before them, and their kind: QUOTED; ARRAY, where none is no word; LITERAL,
+what the script has outside of quotes; SPLIT, a value outside of quotes."""
+
+
+def _parts(script: Script, node: Node, how: str) -> Iterator[Piece]:
+    """What a node becomes in "words", which are split, in a "text", which is not, or in "quotes"."""
+    kind, text = node.type, raw(node)
+    if kind == "raw_string" and how != "quotes":
+        yield [text[1:-1]], QUOTED
     elif kind == "string":
         yield from _string_parts(script, node)
     elif kind in ("concatenation", "command_name"):
-        for gap, child in _with_gaps(node):
-            if gap:
-                yield [gap], ""
-            yield from _parts(script, child, quoted)
+        for gap, child in with_gaps(node):
+            yield from _literal(gap, how)
+            yield from _parts(script, child, how)
     elif kind in ("simple_expansion", "expansion"):
-        if (lead := text[: text.index("$")]) and quoted:
-            yield [lead], ""
-        yield from _expanded(script, node, quoted)
+        yield from _expanded(script, node, how)
     elif kind == "command_substitution":
-        yield [_output_of(script, node)], ""
+        yield [_output_of(script, node).rstrip("\n")], SPLIT if how == "words" else QUOTED
     elif kind == "arithmetic_expansion":
-        yield [_sum(script, node)], ""
-    elif kind in ("process_substitution", "brace_expression", "ansi_c_string", "translated_string"):
-        yield [script.unknown(node)], ""
+        yield [_sum(script, node)], QUOTED
+    elif kind == "ansi_c_string" and re.fullmatch(r"\$'([^\\]|\\[nt\\'])*'", text) and how != "quotes":
+        yield [re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t"}.get(m[1], m[1]), text[2:-1])], QUOTED
+    elif kind in ("process_substitution", "ansi_c_string", "translated_string"):
+        yield [script.unknown(node)], QUOTED
+    elif kind == "raw_string" and re.search("[$`]", text):
+        yield [script.unknown(node)], QUOTED  # in "${NAME:-'$A'}" its quotes do not quote
     else:
-        is_home = re.match("~(/|$)", text) and _begins_a_word(node)
-        if is_home and isinstance(home := script.value("HOME"), str):
-            yield [home], ""
-            text = text[1:]
-        yield [re.sub(r"\\(\n|.)", lambda m: "" if m[1] == "\n" else m[1], text, flags=re.DOTALL)], ""
+        before = re.match(r"([A-Za-z_]\w*=)?~(?=/|$)" if how == "words" else "()~(?=/|$)", text)
+        if before and how != "quotes" and _begins_a_word(node) and isinstance(home := script.value("HOME"), str):
+            yield [(before[1] or "") + home], QUOTED
+            text = text[before.end() :]
+        yield from _literal(text, how)
+
+
+def _literal(text: str, how: str) -> Iterator[Piece]:
+    if how == "quotes":
+        yield [re.sub(r'\\([\\$"`}\n])', lambda m: m[1].strip("\n"), text)], QUOTED
+        return
+    for plain, escaped in re.findall(r"([^\\]+)|\\(.?)", text, re.DOTALL):
+        if plain or escaped != "\n":
+            yield [plain or escaped or "\\"], LITERAL if plain else QUOTED
 
 
 def _begins_a_word(node: Node) -> bool:
@@ -1092,42 +959,52 @@ def _begins_a_word(node: Node) -> bool:
     return parent is None or parent.type != "concatenation" or parent.start_byte == node.start_byte
 
 
-def _string_parts(script: Script, node: Node) -> Iterator[tuple[list[str], str]]:
-    parts: list[tuple[list[str], str]] = []
-    for gap, child in _with_gaps(node):
-        if gap:
-            parts.append(([gap], ""))
+def _string_parts(script: Script, node: Node) -> Iterator[Piece]:
+    parts: list[Piece] = []
+    for gap, child in with_gaps(node):
+        parts.append(([gap], QUOTED))
         if child.type in ("string_content", "$"):
-            parts.append(([re.sub(r'\\([\\$"`\n])', lambda m: m[1].strip("\n"), _text(child))], ""))
-        elif child.type != '"':
-            parts += _parts(script, child, quoted=True)
-    array_alone = any(kind == "array" for _, kind in parts) and not any("".join(p) for p, kind in parts if not kind)
+            parts.append(([re.sub(r'\\([\\$"`\n])', lambda m: m[1].strip("\n"), raw(child))], QUOTED))
+        elif child.type == '"':
+            parts.append(([raw(child)[:-1]], QUOTED))  # the grammar takes white space before it as a part of it
+        else:
+            parts += _parts(script, child, "quotes")
+    array_alone = any(kind == ARRAY for _, kind in parts) and not any("".join(p) for p, kind in parts if kind != ARRAY)
     if not array_alone:
-        yield [""], ""  # "" is a word; "$@" without arguments is none
-    yield from parts
+        yield [""], QUOTED  # "" is a word; "$@" without arguments is none
+    yield from (part for part in parts if part != ([""], QUOTED))
 
 
-def _with_gaps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Each child with the text between it and the one before, which the tree leaves out."""
-    end, whole = node.start_byte, node.text or b""
-    for child in node.children:
-        yield whole[end - node.start_byte : child.start_byte - node.start_byte].decode(), child
-        end = child.end_byte
-
-
-def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
+def _expanded(script: Script, node: Node, how: str) -> Iterator[Piece]:
     """$NAME, ${NAME…}."""
-    value = _value(script, node, _text(node).strip()[1:]) if node.type == "simple_expansion" else _braced(script, node)
-    if isinstance(value, list) and quoted and ALL_IN_ONE.match(_text(node).strip()):
-        why = f"the script sets IFS, which stands between the words of {_text(node).strip()}"
-        yield [script.unknown(node, why) if "IFS" in script.variables else " ".join(value)], ""
-    elif isinstance(value, list):
-        yield value if quoted else [word for item in value for word in item.split()], "array"
-    elif quoted:
-        yield [value], ""
+    lead, _, name = raw(node).partition("$")
+    if lead and how != "words":
+        yield [lead], QUOTED
+    children = node.children[1:-1]
+    if node.type == "simple_expansion" and name[:1].isspace():  # "5$ a"
+        yield [script.unknown(node) if "$" in name else f"${name}"], QUOTED
+    elif node.type == "simple_expansion" and name[1:] and name[0].isdigit():  # $10 is ${1}0
+        yield from _valued(script, node, _value(script, node, name[0]), how)
+        yield [name[1:]], QUOTED
+    elif node.type == "simple_expansion":
+        yield from _valued(script, node, _value(script, node, name), how)
+    elif len(children) > 1 and children[0].type not in ("!", "#") and children[1].type in DEFAULTS:
+        yield from _or_default(script, node, children[0], children[1].type, children[2:], how)
     else:
-        # White space at either end separates from what stands next to it.
-        yield re.split(r"\s+", value), "words"
+        yield from _valued(script, node, _braced(script, node), how)
+
+
+def _valued(script: Script, node: Node, value: str | list[str], how: str) -> Iterator[Piece]:
+    text = raw(node).strip()
+    if how == "words":
+        yield value if isinstance(value, list) else [value], SPLIT
+    elif isinstance(value, str):
+        yield [value], QUOTED
+    elif ALL_IN_ONE.match(text):
+        why = f"the script sets IFS, which stands between the words of {text}"
+        yield [script.unknown(node, why) if "IFS" in script.variables else " ".join(value)], QUOTED
+    else:
+        yield value, ARRAY
 
 
 def _value(script: Script, node: Node, name: str, default: bool = False) -> str | list[str]:
@@ -1146,11 +1023,11 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
         return script.unknown(node, name="" if len(name) == 1 else name)
     if value is None and not default and not script.in_test:
         return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment", name)
-    return (_as_list(value) or [""])[0]
+    return (as_list(value) or [""])[0]
 
 
 def _braced(script: Script, node: Node) -> str | list[str]:
-    """${NAME}, ${NAME[@]}, ${NAME:-text} and its kin, ${#NAME}, ${NAME#pattern}, ${NAME/pattern/text}, ${NAME^^}."""
+    """${NAME}, ${NAME[@]}, ${#NAME}, ${NAME#pattern}, ${NAME/pattern/text}, ${NAME^^}."""
     children = node.children[1:-1]
     length = len(children) > 1 and children[0].type == "#"
     if length:
@@ -1158,64 +1035,75 @@ def _braced(script: Script, node: Node) -> str | list[str]:
     if not children or children[0].type in ("!", "#"):
         return script.unknown(node)
     target, rest = children[0], children[1:]
-    name, sign = _text(target), rest[0].type if rest else ""
-    first = len(script.unknowns)
-    operand = "".join(text_of(script, child) for child in rest[1:] if child.is_named)
-    absent = sign in (":-", "-", ":=", "=", ":+", "+", ":?", "?")
-    if absent:
-        script.name_unknowns(first, name)
-    look_up = _element if target.type == "subscript" else _value
-    value = look_up(script, target, name, absent)
+    name, sign = raw(target), rest[0].type if rest else ""
+    value = _looked_up(script, target, default=False)
     if length:
-        return script.unknown(node) if any(map(UNKNOWN.search, _as_list(value))) else str(len(value))
-    if absent:
-        return _or_default(script, node, name, sign, value, operand)
+        return script.unknown(node) if any(map(UNKNOWN.search, as_list(value))) else str(len(value))
     if isinstance(value, list) and sign == ":":
         return _slice(script, node, value, rest, first=int(name in ("@", "*")))
     if isinstance(value, list) or not sign:
         return script.unknown(node) if sign else value
+    operand = "".join(text_of(script, child) for child in rest[1:] if child.is_named)
     if script.reasons_in(value + operand):
         return value + operand
     try:
-        changed = _changed(script, value, sign, operand, [_text(child) for child in rest])
+        changed = _changed(script, value, sign, operand, [raw(child) for child in rest])
     except Undecided:
         changed = None
-    return script.unknown(node, f"{_text(node)} is not understood") if changed is None else changed
+    return script.unknown(node, f"{raw(node)} is not understood") if changed is None else changed
+
+
+def _looked_up(script: Script, target: Node, default: bool) -> str | list[str]:
+    """The variable or element of ${…}; `default`: whether something is given for where it is not set."""
+    return (_element if target.type == "subscript" else _value)(script, target, raw(target), default)
 
 
 def _slice(script: Script, node: Node, value: list[str], rest: Sequence[Node], first: int) -> str | list[str]:
     """${NAME[@]:1} and ${NAME[@]:0:2}; `first` is the number of the first word."""
     numbers = [text_of(script, child) for child in rest if child.is_named]
     if not all(map(WHOLE.fullmatch, numbers)) or not first <= int(numbers[0]):
-        return script.unknown(node, f"{_text(node)} is not understood")
+        return script.unknown(node, f"{raw(node)} is not understood")
     start = int(numbers[0]) - first
     return value[start:] if len(numbers) == 1 else value[start : start + int(numbers[1])]
 
 
 def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[str]:
     """${NAME[@]} or ${NAME[2]}."""
-    name, index = _text(node.named_children[0]), text_of(script, node.named_children[1])
+    name, index = raw(node.named_children[0]), text_of(script, node.named_children[1])
     if (value := script.value(name)) is None and not absent:
         return script.unknown(node, f"the array {name} is not set in the script")
     if isinstance(value, str) and UNKNOWN.fullmatch(value):
         return value
-    values, why = _as_list(value), f"{text} is not followed; write its value out"
+    values, why = as_list(value), f"{text} is not followed; write its value out"
     if index in ("@", "*"):
         return values
     return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node, why)
 
 
-def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
-    is_set = bool(value) if sign.startswith(":") else script.variables.get(name) not in (None, []) or bool(value)
+DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
+
+
+def _or_default(script: Script, node: Node, target: Node, sign: str, rest: list[Node], how: str) -> Iterator[Piece]:
+    """${NAME:-text} and its kin; the quotes in the text are the script's."""
+    name, value = raw(target), _looked_up(script, target, default=True)
+    is_set = bool(value) or (not sign.startswith(":") and script.variables.get(name) not in (None, []))
+    if WHOLE.fullmatch(name) and name != "0" and not sign.startswith(":"):
+        is_set = is_set or int(name) <= len(script.value(ARGUMENTS) or [])
     if sign.endswith("+") and is_set and not UNKNOWN.sub("", "".join(value)) and script.unknowns_in("".join(value)):
-        return script.unknown(node, name=name)
-    if sign.endswith("+"):
-        return operand if is_set else ""
-    if sign.endswith("?") and not is_set:
-        return script.unknown(node, f"the variable {name} is not set: {operand}", name)
-    if sign.endswith("=") and not is_set:
-        script.store(name, operand)
-    return value if is_set else operand
+        yield from _valued(script, node, script.unknown(node, name=name), how)
+    elif is_set != sign.endswith("+"):
+        yield from _valued(script, node, value if is_set else value[:0], how)
+    else:
+        first = len(script.unknowns)
+        parts = [part for child in rest if child.is_named for part in _parts(script, child, how)]
+        script.name_unknowns(first, name)
+        if sign.endswith("?"):
+            why = f"the variable {name} is not set: {_joined_parts(parts)}"
+            parts = [*_valued(script, node, script.unknown(node, why, name), how)]
+        elif sign.endswith("="):
+            script.store(name, _joined_parts(parts))
+            parts = [*_valued(script, node, script.variables[name], how)]
+        yield from ((texts, SPLIT if kind == LITERAL else kind) for texts, kind in parts)
 
 
 def _changed(script: Script, value: str, sign: str, operand: str, words: list[str]) -> str | None:
@@ -1250,7 +1138,7 @@ PURE = {
 
 
 def _output_of(script: Script, node: Node) -> str:
-    if re.match(r"\$\(\(.*\)\)$", _text(node), re.DOTALL):
+    if re.match(r"\$\(\(.*\)\)$", raw(node), re.DOTALL):
         return _sum(script, node)  # in ${NAME:-…} the grammar takes it for a subshell
     inside = [child for child in node.named_children if child.type != "comment"]
     commands = [_words_of_command(script, it) for it in _commands_in(inside[0])] if len(inside) == 1 else []
@@ -1263,7 +1151,7 @@ def _output_of(script: Script, node: Node) -> str:
         if name in PURE and not any(word.startswith("-") for word in words):
             with contextlib.suppress(IndexError):
                 return PURE[name](script, words)
-    return script.unknown(node, f"{' '.join(_text(node).split())} is only known to a run")
+    return script.unknown(node, f"{' '.join(raw(node).split())} is only known to a run")
 
 
 def _commands_in(node: Node) -> list[Node]:
@@ -1275,19 +1163,3 @@ def _commands_in(node: Node) -> list[Node]:
     if node.type == "list" and node.children[1].type == "&&":
         return [*_commands_in(node.children[0]), *_commands_in(node.children[2])]
     return []
-
-
-def _as_list(value: str | list[str] | None) -> list[str]:
-    return value if isinstance(value, list) else [value] if value else []
-
-
-def _all(node: Node) -> Iterator[Node]:
-    nodes = [node]
-    while nodes:
-        node = nodes.pop()
-        yield node
-        nodes += reversed(node.children)
-
-
-def _text(node: Node) -> str:
-    return (node.text or b"").decode(errors="replace")

@@ -1,0 +1,110 @@
+"""The tree of a bash script, by tree-sitter's grammar, put right where the grammar reads otherwise than bash."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+from perl.base.errors import UserError
+
+PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
+"""KEY=<path>, which a shell would take for redirections."""
+STAND_INS = {b"[": "\ue002".encode(), b"{": "\ue003".encode()}
+"""For what the grammar does not read at the beginning of ${NAME:-…}."""
+MOST_PASSES = 50
+"""Over a script, each of which puts right all that it finds."""
+Edit = tuple[int, int, bytes]
+"""From where to where, and what stands there instead."""
+
+
+def tree_of(source: bytes, place: str) -> Node:
+    """The tree of a script.
+
+    Raises:
+        UserError: it is no bash.
+    """
+    for _ in range(MOST_PASSES):
+        root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
+        edits = [*_placeholders(root, source)] or [edit for node in nodes_in(root) for edit in _edits(node, source)]
+        if root.has_error:
+            edits = [edit for edit in edits if edit[2] in STAND_INS.values() or edit[2].startswith(b"'")]
+        bad = next((node for node in nodes_in(root) if node.type == "ERROR" or node.is_missing), None)
+        if bad is not None and not edits:
+            text = raw(bad).strip().splitlines() or ["something is missing"]
+            raise UserError(f"{place}:{bad.start_point[0] + 1}: not bash: {text[0]:.60}")
+        if not edits:
+            return root
+        pieces, end = [], 0
+        for start, stop, text in sorted(edits):
+            if start >= end:
+                pieces += [source[end:start], text]
+                end = stop
+        source = b"".join([*pieces, source[end:]])
+    raise UserError(f"{place}: brackets and redirections nest too deep; give a script with the one command")
+
+
+def _placeholders(root: Node, source: bytes) -> Iterator[Edit]:
+    for found in PLACEHOLDER.finditer(source):
+        node = root.descendant_for_byte_range(found.start(2), found.start(2))
+        while node is not None and node.type not in ("string", "raw_string", "heredoc_body", "comment"):
+            node = node.parent
+        if node is None:
+            yield found.start(2), found.end(2), b"'" + found[2] + b"'"
+
+
+def _edits(node: Node, source: bytes) -> Iterator[Edit]:
+    """(from, to, what stands there instead) where the grammar groups otherwise than bash."""
+    plain = node.type == "$" and node.parent is not None and node.parent.type in ("concatenation", "command", "array")
+    if plain and (name := re.compile(rb"[A-Za-z_]\w*|[\d@*#]").match(source, node.end_byte)):  # [a,$NAME
+        yield node.start_byte, name.end(), b"${" + name[0] + b"}"
+    if node.type == "ERROR" and node.text in STAND_INS and source[: node.start_byte][-1:] in (b"-", b"+", b"="):
+        yield node.start_byte, node.end_byte, STAND_INS[node.text]
+    if node.type == "command":  # a line of several assignments, taken for the beginning of the command on the next
+        for (_, child), (gap, _) in itertools.pairwise(with_gaps(node)):
+            if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
+                yield child.end_byte, child.end_byte, b";"
+    elif node.type == "file_redirect" and len(files := node.children_by_field_name("destination")) > 1:
+        # The command's words behind a redirection, taken for files; which file does not matter here.
+        text = (node.text or b"")[: files[0].end_byte - node.start_byte]
+        yield node.start_byte, files[0].end_byte, re.sub(rb"(\\\n)|[^\n]", lambda m: m[1] or b" ", text)
+
+
+def grouped(node: Node) -> list[list[Node]]:
+    """The words of a command, an array or a loop: those that only a backslash at the end of a line parts are one."""
+    groups: list[list[Node]] = []
+    joins = False
+    for gap, child in with_gaps(node):
+        is_word = (child.is_named and child.type not in ("comment", "variable_assignment")) or child.type == "$"
+        is_word = is_word and not child.type.endswith("redirect")
+        if is_word and joins and not gap.replace("\\\n", ""):
+            groups[-1].append(child)
+        elif is_word:
+            groups.append([child])
+        joins = is_word
+    return groups
+
+
+def with_gaps(node: Node) -> Iterator[tuple[str, Node]]:
+    """Each child with the text between it and the one before, which the tree leaves out."""
+    end, whole = node.start_byte, node.text or b""
+    for child in node.children:
+        yield whole[end - node.start_byte : child.start_byte - node.start_byte].decode(), child
+        end = child.end_byte
+
+
+def nodes_in(node: Node) -> Iterator[Node]:
+    """It and all below it, in order."""
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        nodes += reversed(node.children)
+
+
+def raw(node: Node) -> str:
+    """Its text, as the script has it."""
+    return (node.text or b"").decode(errors="replace").replace("\ue002", "[").replace("\ue003", "{")
