@@ -253,7 +253,7 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("f() { Y=b; }; for i in *; do f; done", "Y"),
         ("( exit 1 ) || Y=2", "Y"),
         ("((Y+=1))", "Y"),
-        ("X=abcdef; Y=${X:1:3}", "Y"),
+        ("X=abcdef; Y=${X: -2}", "Y"),
         ("Y=0; while [ $Y -lt 3 ]; do Y=$((Y + 1)); done", "Y"),
         ("[[ 123 =~ ^[0-9]+$ ]] && Y=a", "Y"),
         ("[[ b > a ]] && Y=a", "Y"),
@@ -300,6 +300,21 @@ def test_a_file_that_is_not_read_is_one_note(line):
     assert len([note for note in notes if "not read" in note]) == 1
     said = line.replace("source ", "").replace(". a", "a")
     assert f"run.sh:1: {said}: not read; what it sets is written as --set NAME=VALUE" in notes
+
+
+def test_a_setting_holds_behind_a_file_that_is_not_read():
+    lines = f"Y=1; [ -f e.sh ] && source e.sh\n{COMMAND} data.seed=$Y\n"
+    assert (written(lines).values["data.seed"], written(lines, Y="2").values["data.seed"]) == ("1", "2")
+    with pytest.raises(UserError, match=r"--set X: run.sh does not read X"):
+        written(lines, X="2")
+
+
+def test_what_programs_see_of_the_variables(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    lines = "WANDB_MODE=offline; A=1; set -a; HF_HOME=/x; set +a; B=1; export C=1; unset C; C=2; env HF_TOKEN=~/t"
+    Path("run.sh").write_text(f"{lines} {COMMAND}\n")
+    launch, _ = read_script(Path("run.sh"), os.environ)
+    assert launch.environment == {"WANDB_MODE": "offline", "HF_HOME": "/x", "HF_TOKEN": "/home/user/t"}
 
 
 @pytest.mark.parametrize("end", ["| tee log", "&", "2>&1 | tee log &"])
@@ -534,6 +549,33 @@ WORDS = [
         'T d.a=${X:-[a.parquet,b]} d.b="${F:-[\'/a/b.parquet\']}" d.c=${W:-{"a":1}}',
         ["d.a=[a.parquet,b]", "d.b=['/a/b.parquet']", "d.c={a:1}"],
     ),
+    ('set -- d.a=1; shift 2; T "$@"', ["d.a=1"]),
+    ('set -- -b 4 d.z=3; while getopts "b:" o; do :; done; shift $((OPTIND-1)); T "$@"', ["?"]),
+    ('m=5; while getopts "m:b:" o; do M=1; done; shift $((OPTIND-1)); T d.y=$m d.z=${M:-q} $@', ["d.y=5", "d.z=q"]),
+    ('text=1; read -rp "text" X <<< 7; T d.y=$text d.x=$X', ["d.y=1", "?"]),
+    ("mapfile -t A < <(echo a); IFS=, read -ra B <<< x,y; T d.a=${A[0]} d.b=${B[1]}", ["?", "?"]),
+    (
+        "f() { return 1; }; f || Y=2; g() { [ $1 = a ] && return 0; return 1; }; g a && Z=3; T d.y=$Y d.z=$Z",
+        ["d.y=2", "d.z=3"],
+    ),
+    ('set -x d.a=1; T "$@"', ["d.a=1"]),
+    ('set -- d.a=1; set -; set -eo pipefail; T "$@"', ["d.a=1"]),
+    ('set -- d.a=1; set - d.b=2; T "$@"', ["d.b=2"]),
+    ("cd /; command cd /usr; Y=$PWD; builtin cd /tmp; T d.y=$Y d.z=$(pwd)", ["d.y=/usr", "d.z=/tmp"]),
+    ('cd() { builtin cd "$@"; }; cd /usr; T d.y=$PWD', ["d.y=/usr"]),
+    ("f() { Y=2; }; Y=1; time f; Z=1; builtin read Z <<< 2; T d.y=$Y d.z=$Z", ["d.y=2", "?"]),
+    (
+        "M=/a/b/; T d.y=$(dirname $M)$(basename $M) d.z=$(basename .sh .sh) d.v=$(dirname a)",
+        ["d.y=/ab", "d.z=.sh", "d.v=."],
+    ),
+    ('HOME=/tmp; T d.y=$(cd && pwd) d.z=$(cd -- "$(dirname -- /usr/x)" &> /dev/null && pwd)', ["d.y=/tmp", "d.z=/usr"]),
+    ("basename() { echo z; }; T d.y=$(basename /a/b)", ["?"]),
+    ("cd /nope || cd /usr; mkdir /tmp 2> /dev/null || Z=1; T d.y=$PWD d.z=${Z:-0}", ["?", "?"]),
+    ('A=(d.a=1 d.b=2); A=d.c=3; B=""; B+=(d.d=4); T "${A[@]}" "${B[@]}"', ["d.c=3", "d.b=2", "", "d.d=4"]),
+    ("A=(d.a=1 d.b=2); unset 'A[0]'; B=([0]=x); T \"${A[@]}\" d.b=${B[0]}", ["?", "?"]),
+    ('Y=1; Z=1; N=Z; unset "Y"; unset $N; T d.y=${Y:-2} d.z=${Z:-2}', ["d.y=2", "d.z=2"]),
+    ("""X='a"b'; case $X in a\\"b) Y=1;; esac; [[ $X == a\\"* ]] && Z=1; T d.y=$Y d.z=$Z""", ["d.y=1", "d.z=1"]),
+    ('X=abcdef; A=(a b); T d.x=${X:0:3} d.a=${A[-1]} "${NEVER[@]}" d.n=${#NEVER[@]}', ["d.x=abc", "d.a=b", "d.n=0"]),
     ("A[0]=1 echo hi; gpus[0]=1 T d.y=1", ["d.y=1"]),
 ]
 """A line, and the words behind the module; "?" is unknown, all others are bash's own."""
@@ -541,7 +583,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("lines", "words"), WORDS)
 def test_words_are_bashs(lines, words):
-    text = lines.replace("T", "python3 -m verl.trainer.main_ppo")
+    text = re.sub(r"\bT\b", "python3 -m verl.trainer.main_ppo", lines)
     Path("run.sh").write_text(f"{text}\n")
     launch, script = read_script(Path("run.sh"), {"HOME": "/home/user"})
     assert ["?" if script.reasons_in(word) else word for word in launch.words] == words

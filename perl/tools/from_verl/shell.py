@@ -55,6 +55,7 @@ LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
               "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
 """Variables that are set in each shell."""
+SHELLS_ARRAYS = ("PIPESTATUS", "FUNCNAME", "DIRSTACK", "GROUPS", "BASH_LINENO", "BASH_ARGV", "BASH_REMATCH")
 ALL_IN_ONE = re.compile(r"\$\{?(\w+\[)?\*")
 """$*, ${*…} and ${NAME[*]…}, which are one word where they are quoted."""
 MOST_TURNS = 1000
@@ -89,7 +90,7 @@ def read_script(
         raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; give a script with the one command")
     settings = settings or {}
     own = {"0": str(path), "BASH_SOURCE": str(path), "PWD": os.getcwd()}
-    script = Script(place=str(path), variables={**environment, **settings, **own}, settings=settings)
+    script = Script(str(path), {**environment, **settings, **own}, environment.keys(), settings=settings)
     script.variables[ARGUMENTS] = _arguments(settings)
     source = source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
     found = read_source(script, re.sub(rb"\\\s*\Z", b"", source))
@@ -184,6 +185,7 @@ def _within(
                 raise
             for outer in [it for it in script.frames if it.kind == ended][-1:]:
                 outer.doubt = frame.doubt
+        frame.status = end.status
     finally:
         script.frames.pop()
 
@@ -250,13 +252,16 @@ def _assign(script: Script, node: Node) -> None:
     else:
         result = "" if value is None else text_of(script, value)
         script.name_unknowns(first, name)
-    before = script.value(name) if node.children[1].type == "+=" else None
+    now = script.value(name)
+    before = now if node.children[1].type == "+=" else None
     if target.type == "subscript":
         result = script.unknown(node, f"single elements of the array {name} are assigned")
     elif isinstance(result, list):
-        result = [*as_list(before), *result]
+        result = [*([before] if isinstance(before, str) else before or []), *result]
     elif before:
         result = before + result if isinstance(before, str) else script.unknown(node, name=name)
+    elif isinstance(now, list) and now[1:]:
+        result = [result, *now[1:]]
     script.store(name, result)
 
 
@@ -393,8 +398,17 @@ def _function(script: Script, node: Node) -> None:
 
 
 def _unset(script: Script, node: Node) -> None:
-    for name in map(raw, node.named_children):
-        script.store(name, None)
+    texts = ["".join(text_of(script, it) for it in nodes) for nodes in grouped(node)]
+    for name, bracket, _ in (text.partition("[") for text in texts if not text.startswith("-")):
+        if script.reasons_in(name):
+            raise UserError(f"{script.at(node)}: {raw(node)}: which variable that is only a run shows; write its name")
+        if "-f" in texts:
+            script.functions.pop(name, None)
+            continue
+        why = f"single elements of the array {name} are removed"
+        script.store(name, script.unknown(node, why, name) if bracket else None)
+        if not bracket and script.doubt is None:
+            script.exported.pop(name, None)
 
 
 def _command(script: Script, node: Node) -> None:
@@ -404,7 +418,7 @@ def _command(script: Script, node: Node) -> None:
         script.notes[f"{script.at(node)}: a stray {words[0]} is left out"] = None
         script.variables |= prefix
     elif words:
-        only_read = words[0] in script.functions or words[0] in PRINTS
+        only_read = _is_function(script, node, words) or words[0] in PRINTS
         if only_read or not _note_launch(script, node, prefix, words):
             _builtin(script, node, prefix, words)
 
@@ -434,7 +448,16 @@ def _kept(script: Script, names: Iterable[str]) -> Iterator[dict[str, Kept]]:
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
-    return [word for nodes in grouped(node) for word in words_of(script, *nodes)]
+    words = [word for nodes in grouped(node) for word in words_of(script, *nodes)]
+    while words[0:1] in (["command"], ["builtin"], ["time"]) and words[1:] and not words[1].startswith("-"):
+        words = words[1:]
+    return words
+
+
+def _is_function(script: Script, node: Node, words: Sequence[str]) -> bool:
+    """Whether a command calls one."""
+    name = node.child_by_field_name("name")
+    return words[0] in script.functions and (name is None or raw(name) not in ("command", "builtin"))
 
 
 def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> None:
@@ -447,38 +470,70 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
             f"{script.at(node)}: {key} stands in a command of its own: the line before it ends without \\, with a space"
             " after it, or is a comment"
         )
-    if name in script.functions:
+    if _is_function(script, node, words):
         _call(script, node, follow, prefix, words)
     elif name in ("break", "continue") and arguments not in ([], ["1"]):
         raise UserError(f"{script.at(node)}: {' '.join(words)}: only {name} alone is followed; write the command out")
     elif name in ENDED_BY:
-        _end(script, node, name)
+        _end(script, node, name, integer(arguments[0]) if arguments and WHOLE.fullmatch(arguments[0]) else None)
     elif name in ("cd", "pushd", "popd"):
         _go_to(script, node, name, arguments)
-    elif name == "set" and "--" in arguments:
-        script.store(ARGUMENTS, arguments[arguments.index("--") + 1 :])
-    elif name == "shift":
-        count = int(arguments[0]) if arguments and WHOLE.fullmatch(arguments[0]) else 1
-        if isinstance(now := script.value(ARGUMENTS), list):
-            script.store(ARGUMENTS, now[count:])
+    elif name == "set":
+        _set(script, arguments)
+    elif name == "shift" and isinstance(now := script.value(ARGUMENTS), list) and now:
+        count = arguments[0] if arguments else "1"
+        why = f"{script.at(node)}: how many arguments are left is only known to a run"
+        rest = now[int(count) :] if WHOLE.fullmatch(count) else script.mark(Unknown(why, is_array=True))
+        script.store(ARGUMENTS, now if WHOLE.fullmatch(count) and int(count) > len(now) else rest)
     elif trains and (name == "eval" or any(re.fullmatch(r"-[a-z]*c", word) for word in arguments)):
         raise UserError(
             f"{script.at(node)}: {name}: the command stands in a text; write it out, as a line of the script"
         )
     elif name in ("source", ".", "eval"):
         _not_read(script, node, " ".join(words if name == "eval" else arguments[:1]))
-    elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
-        for variable in filter(None, map(re.compile(r"[A-Za-z_]\w*").match, arguments)):
-            script.store(variable[0], script.unknown(node, f"{name} sets {variable[0]}", variable[0]))
+    elif name in SETS_VARIABLES:
+        for variable in filter(re.compile(r"[A-Za-z_]\w*").fullmatch, _names_set_by(name, arguments)):
+            script.store(variable, script.unknown(node, f"{name} sets {variable}", variable))
+        script.used |= {it for it in script.settings if name == "getopts" and WHOLE.fullmatch(it)}
+
+
+def _set(script: Script, arguments: list[str]) -> None:
+    """set: options, and after them the arguments."""
+    at = 0
+    while at < len(arguments) and re.match(r"[-+]\w", arguments[at]):
+        if "a" in arguments[at]:
+            script.exports_all = arguments[at].startswith("-")
+        at += 2 if arguments[at].endswith("o") else 1
+    if (rest := arguments[at:]) not in ([], ["-"]):
+        script.store(ARGUMENTS, rest[1:] if rest[0] in ("--", "-") else rest)
+
+
+def _names_set_by(name: str, arguments: list[str]) -> list[str]:
+    """The variables that read, mapfile, getopts, let or printf sets."""
+    if name == "getopts":
+        return [*arguments[1:2], "OPTARG", "OPTIND"]
+    if name == "printf":
+        return arguments[1:2] if arguments[:1] == ["-v"] else []
+    if name == "let":
+        return names_set(" ".join(arguments))
+    names, words = [], iter(arguments)
+    for word in words:
+        if re.fullmatch(r"-\w*[dinNptu]" if name == "read" else "-[dnOsuCc]", word):
+            next(words, "")
+        elif not word.startswith("-"):
+            names.append(word.partition("[")[0])
+    return names or ["REPLY", "MAPFILE"]
 
 
 def _not_read(script: Script, node: Node, text: str) -> None:
     """Note what may set any variable."""
     line = UNKNOWN.sub("?", " ".join(text.split()))
     script.notes[f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE"] = None
+    script.variables |= script.settings
+    script.sources = True
 
 
-def _end(script: Script, node: Node, word: str) -> NoReturn:
+def _end(script: Script, node: Node, word: str, status: int | None) -> NoReturn:
     """exit, return, break or continue."""
     kinds = [frame.kind for frame in script.frames]
     if word in ("break", "continue"):
@@ -486,7 +541,7 @@ def _end(script: Script, node: Node, word: str) -> NoReturn:
     if word != "exit" and ENDED_BY[word] not in kinds:
         where = "function" if word == "return" else "loop"
         raise UserError(f"{script.at(node)}: {word} stands in no {where}; take the line out of the script")
-    raise End(script.at(node), word)
+    raise End(script.at(node), word, status)
 
 
 def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
@@ -514,18 +569,20 @@ def _joined(script: Script, path: str) -> str:
 def _call(
     script: Script, node: Node, kind: Callable[[Script, Node], bool | None], prefix: dict[str, str], words: list[str]
 ) -> bool | None:
-    """`follow` a function, or see whether it `holds`; None where it returns early, or may."""
+    """`follow` a function, or see whether it `holds`; None where it returns what only a run shows, or may."""
     name, *arguments = words
     if any(frame.function == name for frame in script.frames):
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
-    body, status = script.functions[name], None
+    body, succeeds = script.functions[name], None
     script.spend(STEP + body.end_byte - body.start_byte)
     with _kept(script, {ARGUMENTS, *prefix}) as kept, _within(script, "function", function=name) as frame:
         frame.kept = kept
         script.variables |= {**prefix, ARGUMENTS: script.counted(arguments)}
         script.exported |= dict.fromkeys(prefix)
-        status = kind(script, body)
-    return status if frame.doubt is None else None
+        succeeds = kind(script, body)
+    if frame.status is not None:
+        succeeds = frame.status == 0
+    return succeeds if frame.doubt is None else None
 
 
 def _refuse_training(script: Script, loop: Node) -> None:
@@ -664,7 +721,21 @@ def _and_or(script: Script, node: Node) -> bool:
             if decides and right.type == "command" and raw(right.children[0]) in SUCCEED:
                 return True
         raise
+    if first and decides and _is_assumed(left):
+        undecided = Undecided()
+        if _exits([right]):
+            _leave_out(script, node, undecided, [right])
+        else:
+            with _within(script, "branch", node, undecided):
+                follow(script, right)
     return first if first == decides else holds(script, right)
+
+
+def _is_assumed(node: Node) -> bool:
+    """Whether it is only taken to succeed."""
+    command = node.named_children[0] if node.type == "redirected_statement" else node
+    name = raw(command.children[0]) if command.type == "command" else ""
+    return name in SUCCEED and name not in ("true", ":", *PRINTS)
 
 
 def _is_step(node: Node) -> bool:
@@ -679,11 +750,13 @@ def _succeeds(script: Script, node: Node) -> bool:
     if raw(node.children[0]) == "test":
         return _test(script, [(it,) for it in node.named_children[1:] if not it.type.endswith("redirect")], False)
     words = _words_of_command(script, node) or [""]
-    if words[0] in script.functions:
+    if _is_function(script, node, words):
         if (status := _call(script, node, holds, _prefix(script, node), words)) is None:
             raise Undecided
         return status
     follow(script, node)
+    if words[0] == "getopts" and len(words) == 3 and script.value(ARGUMENTS) == []:
+        return False
     if words[0] in SUCCEED or _is_training(node):
         return True
     if words[0] == "false":
@@ -780,7 +853,7 @@ def pattern_of(script: Script, node: Node) -> str:
     if node.type in ("word", "extglob_pattern", "regex", "number"):
         if re.search(r"[@+!?*]\(", raw(node)):
             raise Undecided
-        return re.sub(r"\\(.)", lambda match: glob.escape(match[1]), raw(node).replace('"', ""))
+        return re.sub(r'\\(.)|"([^"]*)"', lambda match: glob.escape(match[1] or match[2]), raw(node))
     return _tested(script, node)
 
 
@@ -1039,7 +1112,7 @@ def _braced(script: Script, node: Node) -> str | list[str]:
     value = _looked_up(script, target, default=False)
     if length:
         return script.unknown(node) if any(map(UNKNOWN.search, as_list(value))) else str(len(value))
-    if isinstance(value, list) and sign == ":":
+    if sign == ":" and not script.reasons_in("".join(value)):
         return _slice(script, node, value, rest, first=int(name in ("@", "*")))
     if isinstance(value, list) or not sign:
         return script.unknown(node) if sign else value
@@ -1058,8 +1131,8 @@ def _looked_up(script: Script, target: Node, default: bool) -> str | list[str]:
     return (_element if target.type == "subscript" else _value)(script, target, raw(target), default)
 
 
-def _slice(script: Script, node: Node, value: list[str], rest: Sequence[Node], first: int) -> str | list[str]:
-    """${NAME[@]:1} and ${NAME[@]:0:2}; `first` is the number of the first word."""
+def _slice(script: Script, node: Node, value: str | list[str], rest: Sequence[Node], first: int) -> str | list[str]:
+    """${NAME:1}, ${NAME[@]:0:2}; `first` is the number of the first word."""
     numbers = [text_of(script, child) for child in rest if child.is_named]
     if not all(map(WHOLE.fullmatch, numbers)) or not first <= int(numbers[0]):
         return script.unknown(node, f"{raw(node)} is not understood")
@@ -1070,14 +1143,16 @@ def _slice(script: Script, node: Node, value: list[str], rest: Sequence[Node], f
 def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[str]:
     """${NAME[@]} or ${NAME[2]}."""
     name, index = raw(node.named_children[0]), text_of(script, node.named_children[1])
-    if (value := script.value(name)) is None and not absent:
+    value = script.value(name)
+    if value is None and not absent and (index not in ("@", "*") or script.sources or name in SHELLS_ARRAYS):
         return script.unknown(node, f"the array {name} is not set in the script")
     if isinstance(value, str) and UNKNOWN.fullmatch(value):
         return value
     values, why = as_list(value), f"{text} is not followed; write its value out"
     if index in ("@", "*"):
         return values
-    return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node, why)
+    is_there = WHOLE.fullmatch(index.removeprefix("-")) and -len(values) <= int(index) < len(values)
+    return values[int(index)] if is_there else script.unknown(node, why)
 
 
 DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
@@ -1127,12 +1202,21 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
     return None
 
 
-PURE = {
-    "pwd": lambda script, words: _joined(script, "."),
-    "basename": lambda script, words: os.path.basename(words[0].rstrip("/")).removesuffix("".join(words[1:2])),
-    "dirname": lambda script, words: os.path.dirname(words[0]) or ".",
-    "realpath": lambda script, words: os.path.realpath(_joined(script, words[-1])),
-    "echo": lambda script, words: " ".join(words),
+def _folder(path: str) -> str:
+    return os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")
+
+
+def _name(path: str, ending: str = "") -> str:
+    name = os.path.basename(path.rstrip("/")) or path[:1]
+    return name if name == ending else name.removesuffix(ending)
+
+
+PURE: dict[str, Callable[..., str]] = {
+    "pwd": lambda script: _joined(script, "."),
+    "basename": lambda script, path, *ending: _name(path, *ending),
+    "dirname": lambda script, path: _folder(path),
+    "realpath": lambda script, path: os.path.realpath(_joined(script, path)),
+    "echo": lambda script, *words: " ".join(words),
 }
 """Commands whose output follows from their words alone, or is where this runs."""
 
@@ -1143,14 +1227,14 @@ def _output_of(script: Script, node: Node) -> str:
     inside = [child for child in node.named_children if child.type != "comment"]
     commands = [_words_of_command(script, it) for it in _commands_in(inside[0])] if len(inside) == 1 else []
     known = not any(script.reasons_in(word) for words in commands for word in words)
-    if known and len(commands) == 2 and commands[1] == ["pwd"] and commands[0][:1] == ["cd"]:
-        *_, folder = commands[0]
-        return _joined(script, folder)
-    if known and len(commands) == 1 and inside[0].type == "command" and commands[0]:
-        name, *words = commands[0]
-        if name in PURE and not any(word.startswith("-") for word in words):
-            with contextlib.suppress(IndexError):
-                return PURE[name](script, words)
+    commands = [[word for word in words if word != "--"] for words in commands if words]
+    if known and len(commands) == 2 and commands[1] == ["pwd"] and commands[0][:1] == ["cd"] and len(commands[0]) < 3:
+        return _joined(script, commands[0][1] if commands[0][1:] else str(script.value("HOME") or ""))
+    if known and len(commands) == 1 and inside[0].type == "command":
+        name, *words = ["realpath", *commands[0][2:]] if commands[0][:2] == ["readlink", "-f"] else commands[0]
+        if name in PURE and name not in script.functions and not any(word.startswith("-") for word in words):
+            with contextlib.suppress(TypeError):
+                return PURE[name](script, *words)
     return script.unknown(node, f"{' '.join(raw(node).split())} is only known to a run")
 
 

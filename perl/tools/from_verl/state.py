@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from tree_sitter import Node
@@ -70,6 +70,8 @@ class Frame:
     """Its name, "" of others."""
     doubt: Unknown | None = None
     """Why only a run decides whether it runs, or its rest."""
+    status: int | None = None
+    """What a function returns."""
     kept: dict[str, Kept] = field(default_factory=dict)
     """Of a function: what its local variables are outside."""
 
@@ -81,6 +83,12 @@ class Script:
     place: str
     variables: dict[str, str | list[str]]
     """ARGUMENTS too."""
+    environment: Set[str] = frozenset()
+    """Names of the variables that come from the environment, which programs see."""
+    sources: bool = False
+    """After what may set any variable, and is not read."""
+    exports_all: bool = False
+    """After `set -a`."""
     exported: dict[str, Unknown | None] = field(default_factory=dict)
     """Names of variables that programs see, and why only a run decides whether they do."""
     functions: dict[str, Node] = field(default_factory=dict)
@@ -166,6 +174,8 @@ class Script:
         if name in self.settings and any(map(UNKNOWN.search, as_list(value))):
             value = self.settings[name]
             self.used.add(name)
+        if value is not None and name not in (ARGUMENTS, "PWD") and (self.exports_all or name in self.environment):
+            self.exported.setdefault(name, doubt)
         self.put(name, value)
 
     def put(self, name: str, value: str | list[str] | None) -> None:
@@ -181,6 +191,8 @@ class End(Exception):
 
     place: str
     word: str
+    status: int | None = None
+    """Of return and exit; None where only a run shows it."""
 
 
 def as_list(value: str | list[str] | None) -> list[str]:
