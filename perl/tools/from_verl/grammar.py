@@ -67,10 +67,22 @@ def _edits(node: Node, source: bytes) -> Iterator[Edit]:
         for (_, child), (gap, _) in itertools.pairwise(with_gaps(node)):
             if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
                 yield child.end_byte, child.end_byte, b";"
+    elif node.type == "heredoc_redirect":
+        yield from _more_behind(node)
     elif node.type == "file_redirect" and len(files := node.children_by_field_name("destination")) > 1:
         # The command's words behind a redirection, taken for files; which file does not matter here.
         text = (node.text or b"")[: files[0].end_byte - node.start_byte]
         yield node.start_byte, files[0].end_byte, re.sub(rb"(\\\n)|[^\n]", lambda m: m[1] or b" ", text)
+
+
+def _more_behind(heredoc: Node) -> Iterator[Edit]:
+    """Take out a text of << with commands behind it on its line, which the grammar takes for a part of it."""
+    parts = {child.type: child for child in reversed(heredoc.children)}
+    ends = [parts[kind] for kind in ("heredoc_body", "heredoc_end") if kind in parts]
+    if ends and {"&&", "||", "pipeline"} & parts.keys():
+        yield heredoc.start_byte, parts["heredoc_start"].end_byte, b" "
+        lines = (heredoc.text or b"")[ends[0].start_byte - heredoc.start_byte :].count(b"\n")
+        yield ends[0].start_byte, ends[-1].end_byte, b"\n" * lines
 
 
 def grouped(node: Node) -> list[list[Node]]:

@@ -50,6 +50,8 @@ LOOKS_LIKE_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=")
 NAME_AND_VALUE = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+SEPARATORS = " \t\n"
+"""IFS, at first."""
 PRINTS = ("echo", "printf", ":")
 LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
@@ -89,7 +91,7 @@ def read_script(
     if len(source) > MOST_BYTES:
         raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; give a script with the one command")
     settings = settings or {}
-    own = {"0": str(path), "BASH_SOURCE": str(path), "PWD": os.getcwd()}
+    own = {"IFS": SEPARATORS, "0": str(path), "BASH_SOURCE": str(path), "PWD": os.getcwd()}
     script = Script(str(path), {**environment, **settings, **own}, environment.keys(), settings=settings)
     script.variables[ARGUMENTS] = _arguments(settings)
     source = source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
@@ -247,14 +249,17 @@ def _assign(script: Script, node: Node) -> None:
     """NAME=value, NAME+=value, NAME=(words)."""
     target, value = node.children[0], node.children[2] if len(node.children) > 2 else None
     name, first = raw(target).partition("[")[0], len(script.unknowns)
+    is_by_index = target.type == "subscript"
     if value is not None and value.type == "array":
-        result = [word for nodes in grouped(value) for word in words_of(script, *nodes)]
+        groups = grouped(value)
+        is_by_index = is_by_index or any(re.match(r"\[[^]]*\]\+?=", raw(nodes[0])) for nodes in groups)
+        result = [] if is_by_index else [word for nodes in groups for word in words_of(script, *nodes)]
     else:
         result = "" if value is None else text_of(script, value)
         script.name_unknowns(first, name)
     now = script.value(name)
     before = now if node.children[1].type == "+=" else None
-    if target.type == "subscript":
+    if is_by_index:
         result = script.unknown(node, f"single elements of the array {name} are assigned")
     elif isinstance(result, list):
         result = [*([before] if isinstance(before, str) else before or []), *result]
@@ -326,11 +331,16 @@ def _first(script: Script, clauses: Sequence[Clause]) -> None:
 
 def _exits(nodes: Sequence[Node]) -> bool:
     """Whether statements surely end the script: what they set reaches no training but their own."""
+    return _last_command(nodes) == "exit" and not any(
+        re.search(r"\b(return|break|continue)\b", raw(it)) for it in nodes
+    )
+
+
+def _last_command(nodes: Sequence[Node]) -> str:
     last = next((node for node in reversed(nodes) if node.type != "comment"), None)
     if last is not None and last.type == "compound_statement":
-        return _exits(last.named_children)
-    ends = last is not None and last.type == "command" and raw(last.children[0]) == "exit"
-    return ends and not any(re.search(r"\b(return|break|continue)\b", raw(node)) for node in nodes)
+        return _last_command(last.named_children)
+    return raw(last.children[0]) if last is not None and last.type == "command" else ""
 
 
 def _leave_out(script: Script, node: Node, undecided: Undecided, body: Sequence[Node]) -> None:
@@ -480,6 +490,8 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         _go_to(script, node, name, arguments)
     elif name == "set":
         _set(script, arguments)
+    elif name == "shopt":
+        script.ignores_case = script.ignores_case or "nocasematch" in arguments
     elif name == "shift" and isinstance(now := script.value(ARGUMENTS), list) and now:
         count = arguments[0] if arguments else "1"
         why = f"{script.at(node)}: how many arguments are left is only known to a run"
@@ -722,11 +734,10 @@ def _and_or(script: Script, node: Node) -> bool:
                 return True
         raise
     if first and decides and _is_assumed(left):
-        undecided = Undecided()
-        if _exits([right]):
-            _leave_out(script, node, undecided, [right])
+        if _last_command([right]) in ENDED_BY:
+            _leave_out(script, node, Undecided(), [right])
         else:
-            with _within(script, "branch", node, undecided):
+            with _within(script, "branch", node, Undecided()):
                 follow(script, right)
     return first if first == decides else holds(script, right)
 
@@ -804,7 +815,7 @@ def _test(script: Script, operands: Sequence[Word], double: bool) -> bool:
         words = ["".join(map(raw, operand)) for operand in operands]
     else:
         with _testing(script):
-            words = [word for operand in operands for word in words_of(script, *operand)]
+            words = [word for operand in operands for word in words_of(script, *operand, splits=False)]
 
     def text(at: int, compared: tuple[str, ...]) -> str:
         return _tested(script, *(operands[at] if double else words[at : at + 1]), compared=compared)
@@ -859,7 +870,7 @@ def pattern_of(script: Script, node: Node) -> str:
 
 def _matches(script: Script, text: str, pattern: str) -> bool:
     script.spend(len(text) + 20 * len(pattern))  # a pattern is compiled
-    if len(pattern) > LONGEST_PATTERN or re.search(r"\[[^]]*\[[:.=]", pattern):
+    if script.ignores_case or len(pattern) > LONGEST_PATTERN or re.search(r"\[[^]]*\[[:.=]", pattern):
         raise Undecided
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
@@ -918,10 +929,11 @@ def _filled(script: Script, node: Node) -> str:
 # Words
 
 
-def words_of(script: Script, *nodes: Node) -> list[str]:
+def words_of(script: Script, *nodes: Node, splits: bool = True) -> list[str]:
     """The words that nodes without a gap become: quotes removed, variables put in, unquoted values split.
 
-    An unknown that is not quoted stands for any number of words, unless KEY= stands before it.
+    An unknown that is not quoted stands for any number of words, unless KEY= stands before it. `splits`: whether {a,b}
+    and * do so, too.
     """
     words: list[tuple[str, str]] = []
     is_open = False
@@ -933,28 +945,32 @@ def words_of(script: Script, *nodes: Node) -> list[str]:
                 whole, shapes = words.pop() if is_open else ("", "")
                 words.append((whole + text, shapes + (re.sub("[{},]", "\0", shape) if kind == SPLIT else shape)))
                 is_open = True
-    return [_word(script, nodes[0], *word) for word in words]
+    return [_word(script, nodes[0], *word, splits) for word in words]
 
 
 def _split(script: Script, node: Node, texts: list[str]) -> list[str]:
     """What becomes of an unquoted value; "" at either end parts it from what stands next to it."""
-    value, separators = " ".join(texts), script.variables.get("IFS")
-    if separators is None:
+    value, separators = " ".join(texts), script.variables.get("IFS", SEPARATORS)
+    if separators == SEPARATORS:
         return re.split("[ \t\n]+", value)
-    if isinstance(separators, str) and not UNKNOWN.search(separators) and not set(value) & set(separators):
-        return texts[:1] if len(texts) < 2 else re.split(" ", value)
+    if isinstance(separators, str) and not UNKNOWN.search(separators) and len(texts) < 2:
+        if not set(value) & set(separators):
+            return texts
+        words = re.split(f"[{re.escape(separators)}]", value)
+        if not re.search(r"\s", separators) and "" not in words and not UNKNOWN.search(value):
+            return words
     why = f"{script.at(node)}: the script sets IFS, at which {raw(node)} is split"
     return [script.mark(Unknown(why, is_array=True))]
 
 
-def _word(script: Script, node: Node, text: str, shape: str) -> str:
+def _word(script: Script, node: Node, text: str, shape: str, splits: bool) -> str:
     """A word, or an unknown where bash makes any number of words of it; `shape`: the word, without what is quoted."""
     key = text.find("=")
     if (found := UNKNOWN.search(shape)) and not 0 <= key < found.start():
         mark = script.mark(replace(script.unknowns_in(found[0])[0], is_array=True))
         return text[: found.start()] + mark + text[found.end() :]
     names_files = re.search(r"[*?]|\[.+\]", shape[:key] if key >= 0 else shape)
-    if not script.in_test and (names_files or _has_choices(script, shape)):
+    if splits and (names_files or _has_choices(script, shape)):
         why = "which files that names is only known to a run" if names_files else "bash makes several words of it"
         why = f"{script.at(node)}: {UNKNOWN.sub('?', text)}: {why}; quote it, or write them out"
         return script.mark(Unknown(why, is_array=True))
@@ -1074,8 +1090,12 @@ def _valued(script: Script, node: Node, value: str | list[str], how: str) -> Ite
     elif isinstance(value, str):
         yield [value], QUOTED
     elif ALL_IN_ONE.match(text):
+        separators = script.variables.get("IFS", SEPARATORS)
         why = f"the script sets IFS, which stands between the words of {text}"
-        yield [script.unknown(node, why) if "IFS" in script.variables else " ".join(value)], QUOTED
+        if not isinstance(separators, str) or UNKNOWN.search(separators):
+            yield [script.unknown(node, why)], QUOTED
+        else:
+            yield [separators[:1].join(value)], QUOTED
     else:
         yield value, ARRAY
 

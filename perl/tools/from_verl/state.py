@@ -85,6 +85,8 @@ class Script:
     """ARGUMENTS too."""
     environment: Set[str] = frozenset()
     """Names of the variables that come from the environment, which programs see."""
+    ignores_case: bool = False
+    """After `shopt -s nocasematch`: no pattern is followed."""
     sources: bool = False
     """After what may set any variable, and is not read."""
     exports_all: bool = False
