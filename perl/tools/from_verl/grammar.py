@@ -15,7 +15,7 @@ PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[
 """KEY=<path>, which a shell would take for redirections."""
 STAND_INS = {b"[": "\ue002".encode(), b"{": "\ue003".encode()}
 """For what the grammar does not read at the beginning of ${NAME:-…}."""
-MOST_PASSES = 50
+MOST_PASSES = 20
 """Over a script, each of which puts right all that it finds."""
 Edit = tuple[int, int, bytes]
 """From where to where, and what stands there instead."""
@@ -117,6 +117,6 @@ def nodes_in(node: Node) -> Iterator[Node]:
         nodes += reversed(node.children)
 
 
-def raw(node: Node) -> str:
-    """Its text, as the script has it."""
-    return (node.text or b"").decode(errors="replace").replace("\ue002", "[").replace("\ue003", "{")
+def raw(node: Node, longest: int | None = None) -> str:
+    """Its text, as the script has it; no more than its first bytes where there is a `longest`."""
+    return (node.text or b"")[:longest].decode(errors="replace").replace("\ue002", "[").replace("\ue003", "{")

@@ -62,6 +62,7 @@ ALL_IN_ONE = re.compile(r"\$\{?(\w+\[)?\*")
 """$*, ${*…} and ${NAME[*]…}, which are one word where they are quoted."""
 MOST_TURNS = 1000
 LONGEST_PATTERN = 1000
+"""And arithmetic expression."""
 MOST_BYTES = 1 << 18
 """Of a script."""
 ENDED_BY = {"return": "function", "break": "loop", "continue": "turn", "exit": "script"}
@@ -175,7 +176,7 @@ def _within(
     frame = Frame(kind, function, script.doubt if node is not None else None)
     if node is not None and frame.doubt is None:
         why = "which only a run decides" if undecided else "which is not followed, or which only a run decides"
-        why = f"{script.at(node)}: it depends on {' '.join(raw(node).split())[:60]!r}, {why}"
+        why = f"{script.at(node)}: it depends on {' '.join(raw(node, 400).split())[:60]!r}, {why}"
         name, values = (undecided.name, undecided.values or ("VALUE",)) if undecided else ("", ())
         frame.doubt = Unknown(why, name, values if name else ())
     script.frames.append(frame)
@@ -889,6 +890,8 @@ def _computed(script: Script, node: Node) -> int:
         return _number(script, _value(script, node, name))
 
     try:
+        if len(text) > LONGEST_PATTERN:
+            raise Undecided
         if unknowns := script.unknowns_in(text):
             raise Undecided(unknowns[0].name)
         if not names_set(text):
@@ -935,17 +938,19 @@ def words_of(script: Script, *nodes: Node, splits: bool = True) -> list[str]:
     An unknown that is not quoted stands for any number of words, unless KEY= stands before it. `splits`: whether {a,b}
     and * do so, too.
     """
-    words: list[tuple[str, str]] = []
+    words: list[tuple[list[str], list[str]]] = []
     is_open = False
     for texts, kind in (part for node in nodes for part in _parts(script, node, "words")):
         for index, text in enumerate(_split(script, nodes[0], texts) if kind == SPLIT else texts):
             is_open = is_open and index == 0
             if text or is_open or kind != SPLIT:
                 shape = "\0" * len(text) if kind in (QUOTED, ARRAY) else text
-                whole, shapes = words.pop() if is_open else ("", "")
-                words.append((whole + text, shapes + (re.sub("[{},]", "\0", shape) if kind == SPLIT else shape)))
-                is_open = True
-    return [_word(script, nodes[0], *word, splits) for word in words]
+                if not is_open:
+                    words.append(([], []))
+                    is_open = True
+                words[-1][0].append(text)
+                words[-1][1].append(re.sub("[{},]", "\0", shape) if kind == SPLIT else shape)
+    return [_word(script, nodes[0], "".join(texts), "".join(shapes), splits) for texts, shapes in words]
 
 
 def _split(script: Script, node: Node, texts: list[str]) -> list[str]:
@@ -969,7 +974,8 @@ def _word(script: Script, node: Node, text: str, shape: str, splits: bool) -> st
     if (found := UNKNOWN.search(shape)) and not 0 <= key < found.start():
         mark = script.mark(replace(script.unknowns_in(found[0])[0], is_array=True))
         return text[: found.start()] + mark + text[found.end() :]
-    names_files = re.search(r"[*?]|\[.+\]", shape[:key] if key >= 0 else shape)
+    plain = shape[:key] if key >= 0 else shape
+    names_files = "*" in plain or "?" in plain or ("[" in plain and "]" in plain[plain.index("[") :])
     if splits and (names_files or _has_choices(script, shape)):
         why = "which files that names is only known to a run" if names_files else "bash makes several words of it"
         why = f"{script.at(node)}: {UNKNOWN.sub('?', text)}: {why}; quote it, or write them out"
@@ -1122,6 +1128,8 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
 def _braced(script: Script, node: Node) -> str | list[str]:
     """${NAME}, ${NAME[@]}, ${#NAME}, ${NAME#pattern}, ${NAME/pattern/text}, ${NAME^^}."""
     children = node.children[1:-1]
+    if [raw(child) for child in children] == ["#"]:
+        return _value(script, node, "#")
     length = len(children) > 1 and children[0].type == "#"
     if length:
         children = children[1:]
