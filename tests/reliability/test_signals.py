@@ -29,6 +29,14 @@ SAVES = {"merge": "copy_side_files", "fetch": "save"}
 """Command -> a function that is called while its folder is written."""
 
 
+@pytest.fixture(autouse=True)
+def _hears_sighup():
+    """Under nohup, too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def run(monkeypatch, capfd, words):
     """(exit code, what stands on stderr) of perl.train in the folder that is current."""
     monkeypatch.setattr(sys, "argv", ["perl.train", *words])
