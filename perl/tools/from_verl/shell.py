@@ -1213,8 +1213,8 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
     """A value after ${NAME,,}, ${NAME#pattern} or ${NAME/pattern/text}; None for what is not read."""
     if sign in ("^^", ",,"):
         return value.upper() if sign == "^^" else value.lower()
-    places, raw = range(len(value) + 1), "".join(words[1:])
-    if sign in ("#", "##", "%", "%%", "/", "//") and re.search(r"""["'`$]|\\[^/]""", raw):
+    places, written = range(len(value) + 1), "".join(words[1:])
+    if sign in ("#", "##", "%", "%%", "/", "//") and re.search(r"""["'`$]|\\[^/]""", written):
         return None
     if sign in ("#", "##", "%", "%%"):
         if sign.startswith("#"):
@@ -1222,8 +1222,8 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
         else:
             cuts = [value[:i] for i in reversed(places) if _matches(script, value[i:], operand)]
         return (cuts[0] if len(sign) == 1 else cuts[-1]) if cuts else value
-    found = re.fullmatch(r"((?:\\/|[^/])+)(?:/(.*))?", raw, re.DOTALL)
-    if sign in ("/", "//") and found and not set(raw) & set("*?[&"):
+    found = re.fullmatch(r"((?:\\/|[^/])+)(?:/(.*))?", written, re.DOTALL)
+    if sign in ("/", "//") and found and not set(written) & set("*?[&"):
         pattern, text = (part.replace("\\/", "/") for part in (found[1], found[2] or ""))
         script.spend(len(value) * max(len(pattern), len(text)))
         return value.replace(pattern, text, -1 if sign == "//" else 1)
