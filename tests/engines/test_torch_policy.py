@@ -1,6 +1,7 @@
 """The live policy as an engine: its distribution, its noise, the adapter merged into it, and what is left behind."""
 
 import contextlib
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,10 +32,10 @@ SAMPLING = Sampling(temperature=0.9, max_new_tokens=12)
 GENERATION = {"do_sample": True, "temperature": 0.9, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def adapted(moved: bool = True, dropout: float = 0.5):
+def adapted(moved: bool = True, dropout: float = 0.5, **changes):
     """A policy in training mode."""
     torch.manual_seed(0)
-    model = get_peft_model(tiny(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
+    model = get_peft_model(tiny(**changes), LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
     for name, parameter in model.named_parameters():
         if moved and "lora_B" in name:
             parameter.data.normal_(std=0.1)
@@ -264,6 +265,29 @@ def test_where_pieces_are_drawn_free_memory_decides_nothing(rollout, monkeypatch
     assert asked == []
     drawn(make_engine(rollout={"workers": 2, "max_staleness": 1}))
     assert asked
+
+
+def test_a_piece_has_the_same_bits_whatever_number_of_pieces_is_drawn_in_which_order():
+    """64 pieces of four in their order; by another engine 1, 3, 8 and all of them, each time in another order."""
+    size, numbers = 4, random.Random(3)
+    sampling = replace(SAMPLING, max_new_tokens=5)
+    asked = [Prompt(token_ids=ids, seed=seed) for seed, ids in enumerate(prompts(64 * size, longest=12))]
+
+    def pieces(engine, order):
+        made = completions(engine, [asked[piece * size + place] for piece in order for place in range(size)], sampling)
+        rows = [(made[place].token_ids, made[place].logprobs) for place in range(len(made))]
+        return {piece: rows[i * size : (i + 1) * size] for i, piece in enumerate(order)}
+
+    engines = []
+    for _ in range(2):
+        model = adapted(num_hidden_layers=1)
+        engines.append(make_engine(model, rollout={"piece_size": size}, noise=noise_on(model)))
+        engines[-1].publish(Weights(version=3, sigma=0.1))
+    expected = pieces(engines[0], range(64))
+    assert len({len(ids) for rows in expected.values() for ids, _ in rows}) > 3
+    for count in (1, 3, 8, 64):
+        order = numbers.sample(range(64), count)
+        assert pieces(engines[1], order) == {piece: expected[piece] for piece in order}
 
 
 def test_a_cache_of_pieces_has_its_share_of_the_whole_memory(monkeypatch):
