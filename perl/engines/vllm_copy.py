@@ -1,8 +1,9 @@
 """vLLM in a worker of a training: it draws with the policy that the trainer has sent, and tells what it holds.
 
 Both ends hash what vLLM serves of a policy, in one form: A and the scaled B of each layer in the engine's dtype, and
-the norms that get noise, with it. The engine's are read from the memory that it multiplies by. The rest of the base is
-not of it, as vLLM packs that on a CPU; what it computes is compared by log-probabilities (perl.training.passes).
+the norms that get noise, with it. The engine's are read from the memory that it multiplies by. The rest of the base,
+which vLLM packs on a CPU, is hashed as the files that it is loaded from, once (about 1 s a GB and core); what it
+computes is compared by log-probabilities (perl.training.passes).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from perl.engines.quantised import Quantisation
 from perl.engines.vllm import cpu_options, import_vllm
 from perl.engines.vllm_policy import BATCHED_TOKENS, LOGPROBS, DrawingVLLM, further_fields, start_policy
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine, own_name
-from perl.models.folders import load_config
+from perl.models.folders import content_hash, load_config
 from perl.noise.injector import NoiseInjector
 from perl.records import Weights
 
@@ -69,6 +70,7 @@ class VLLMCopy(DrawingVLLM):
         import_vllm()
         further = further_fields(generation_kwargs, regex)
         self.peft_config, self.dtype, self.sync = peft_config, dtype, VLLMSync(peft_config)
+        self.base = content_hash(Path(model))
         started_with: dict[str, Any] = {
             "model": model,
             "dtype": str(dtype).removeprefix("torch."),
@@ -136,7 +138,7 @@ class VLLMCopy(DrawingVLLM):
             a, b = (tensors[module + end].shape for end in (first, second))
             found[name] = pair[0][: a[0], : a[1]], pair[1][: b[0], : b[1]]
         found |= {name: pair for name, pair in held.items() if pair[0].any()}  # of which nothing was sent
-        return _digest(found, self.noise)
+        return _digest(self.base, found, self.noise)
 
 
 def matrices_of(model: Any, lora: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -162,20 +164,23 @@ class HeldByVLLM:
     """The digest of what an engine of this dtype holds (perl.training.pool.Held)."""
 
     dtype: torch.dtype
+    base: str
+    """content_hash of its folder."""
 
     def begin(self, policy: Any, gathered: Gather) -> None:
-        """vLLM's own copy of the base is not compared."""
+        pass
 
     def __call__(self, policy: Any, noise: NoiseInjector | None, weights: Weights) -> str:
-        return sent_digest(policy, noise, weights, self.dtype)
+        return sent_digest(policy, self.base, noise, weights, self.dtype)
 
 
-def sent_digest(policy: Any, noise: NoiseInjector | None, weights: Weights, dtype: torch.dtype) -> str:
+def sent_digest(policy: Any, base: str, noise: NoiseInjector | None, weights: Weights, dtype: torch.dtype) -> str:
     """Of what an engine of this dtype holds that has the policy as it is now, with the noise of `weights`. Every rank
     must come here where the policy is split.
 
     Args:
         policy: with plain LoRA on linear layers; not wrapped by DDP or DeepSpeed.
+        base: content_hash of its folder.
     """
     from peft.tuners.lora import Linear
 
@@ -185,13 +190,13 @@ def sent_digest(policy: Any, noise: NoiseInjector | None, weights: Weights, dtyp
             a, b = (whole(matrices[ADAPTER].weight).cpu().to(dtype) for matrices in (layer.lora_A, layer.lora_B))  # type: ignore[arg-type]
             found[own_name(name)] = a, b * layer.scaling[ADAPTER]
     if noise is None:
-        return _digest(found, None)
+        return _digest(base, found, None)
     copies = noise.on(
         nn.Module(), [_with_weight(whole(weight).to("cpu", dtype, copy=True)) for _, weight in noise.held()]
     )
     with copies.applied(weights.sigma, (weights.version, weights.draw)):
         noise.realized_sigma = copies.realized_sigma  # in the engine's dtype
-        return _digest(found, copies)
+        return _digest(base, found, copies)
 
 
 def outline(noise: NoiseInjector) -> NoiseInjector:
@@ -207,8 +212,8 @@ def _with_weight(weight: torch.Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def _digest(matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]], noise: NoiseInjector | None) -> str:
-    hashed = hashlib.sha256()
+def _digest(base: str, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]], noise: NoiseInjector | None) -> str:
+    hashed = hashlib.sha256(base.encode())
     for name, (a, b) in sorted(matrices.items()):
         add_tensor(hashed, f"{name} A", a)
         add_tensor(hashed, f"{name} B", b)

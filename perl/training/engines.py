@@ -24,7 +24,7 @@ from perl.engines.base import PolicyEngine
 from perl.engines.torch_copy import TorchCopy
 from perl.engines.torch_policy import TorchPolicyEngine, TorchRules
 from perl.models.few_bits import is_4bit
-from perl.models.folders import resolve_model, token_ids
+from perl.models.folders import content_hash, resolve_model, token_ids
 from perl.models.images import has_images
 from perl.prompts import ChatTemplate
 from perl.training.pool import PoolEngine
@@ -168,17 +168,20 @@ def open_engine(drawing: Drawing) -> PolicyEngine:
 
 
 def _compared_with_vllm(drawing: Drawing) -> dict[str, Any]:
-    """Arguments of PoolEngine; a UserError where vLLM can't serve the policy's adapter."""
+    """Arguments of PoolEngine; a UserError where vLLM can't serve the policy's adapter. Every process must come
+    here."""
     from perl.engines.vllm_copy import HeldByVLLM
     from perl.engines.vllm_policy import not_comparable
     from perl.engines.vllm_sync import odd_layer
 
     if why := odd_layer(drawing.policy.bare):
         raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
+    hashed = [content_hash(_folder_of_base(drawing))] if drawing.accelerator.is_main_process else []
+    (base,) = Processes(drawing.accelerator).gathered(hashed)
     regex = drawing.args.vllm_structured_outputs_regex
     further = drawing.generation_kwargs or ({"regex": regex} if regex else {})
     return {
-        "held": HeldByVLLM(drawing.policy.dtype),
+        "held": HeldByVLLM(drawing.policy.dtype, base),
         "incomparable": functools.partial(not_comparable, further=further),
     }
 
@@ -234,10 +237,14 @@ def _talks(drawing: Drawing) -> Talks | None:
     return Talks.of(drawing.conversations.config, template)
 
 
+def _folder_of_base(drawing: Drawing) -> Path:
+    return resolve_model(drawing.policy.bare.config.name_or_path, "--config.model.model_name_or_path")
+
+
 def _open_pool(drawing: Drawing) -> WorkerPool:
     """On the main process, at the first rollout."""
     rollout = drawing.rollout
-    base = str(resolve_model(drawing.policy.bare.config.name_or_path, "--config.model.model_name_or_path"))
+    base = str(_folder_of_base(drawing))
     job = RolloutJob(
         base=base,
         open_copy=COPIES[rollout.engine](drawing, base),

@@ -4,6 +4,7 @@ digest of what vLLM serves is the trainer's; and what arrives wrong has another.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file, save_file
 
 from perl.adapters import ADAPTERS
 from perl.adapters.delivery import delivered, from_bytes, to_bytes
@@ -23,9 +25,11 @@ from perl.config.checks import check_workers
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_copy import outline, sent_digest
-from perl.models.folders import load_model
+from perl.models.folders import content_hash, load_model
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling, Weights
+from perl.training.pool import PoolLost, require_sent
+from perl.workers.rollouts import Drawn, Version
 from tests.engines.test_vllm import make_prompts
 from tests.engines.test_vllm_quantised import SIZES
 from tests.tiny import END, save_tiny
@@ -91,7 +95,7 @@ def in_worker(base: Path, dtype: torch.dtype) -> dict[str, Any]:
             found["held"][name] = held
             pieces = [dict(copy.stream(prompts[first : first + 8])) for first in (0, 8)]
         found["drawn"][name] = [[piece[place].token_ids for place in sorted(piece)] for piece in pieces]
-        found["sent"][name] = sent_digest(of, noise, weights, dtype)
+        found["sent"][name] = sent_digest(of, content_hash(base), noise, weights, dtype)
 
     clean = Weights(version=3)
     send("clean", sender, clean)
@@ -163,21 +167,30 @@ def test_with_a_quantised_base_too(tmp_path):
         assert row["aqn/kl"] > 1e-6
 
 
-def test_what_a_trainer_says_that_it_sent_is_of_scale_adapter_and_noise(tmp_path):
-    folder = save_tiny(tmp_path, scale=8.0)
+def test_what_a_trainer_says_that_it_sent_is_of_base_scale_adapter_and_noise(tmp_path):
+    """A base that differs in one weight was another node's copy, seen by its log-probabilities alone."""
+    folder = save_tiny(tmp_path / "base", scale=8.0)
     sender, clean = policy(folder, 5), Weights(version=3)
     noise = NoiseInjector.of(sender, NOISE)
 
-    def digest(of: Any, weights: Weights = clean, dtype: torch.dtype = torch.float32) -> str:
-        return sent_digest(of, noise, weights, dtype)
+    def digest(of: Any, weights: Weights = clean, dtype: torch.dtype = torch.float32, base: Path = folder) -> str:
+        return sent_digest(of, content_hash(base), noise, weights, dtype)
 
     same = policy(folder, 5)
     for name, tensor in from_bytes(to_bytes(delivered(sender))).items():
         delivered(same)[name].data.copy_(tensor)
     assert digest(same) == digest(sender)
     others = [digest(sender, NOISY), digest(policy(folder, 6)), digest(policy(folder, 5, lora_alpha=16))]
-    others += [digest(sender, dtype=torch.bfloat16)]
-    assert len({digest(sender), *others}) == 5
+    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
+    assert digest(sender, base=copied) == digest(sender)
+    tensors = load_file(copied / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] += 1e-3
+    save_file(tensors, copied / "model.safetensors")
+    others += [digest(sender, dtype=torch.bfloat16), digest(sender, base=copied)]
+    assert len({digest(sender), *others}) == 6
+    version = Version("run", clean, digest(sender))
+    with pytest.raises(PoolLost, match=r"its base, its adapter, its scale or its noise differs$"):
+        require_sent(Drawn((), version, others[-1], 0.0), version)
     assert [list(weight.shape) for _, weight in outline(noise).held()] == [[64], [64]]
     assert all(weight.is_meta for _, weight in outline(noise).held())
 
