@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from perl.base.errors import report_errors
+from perl.base.errors import hear_signals, report_errors
 
 
 def main() -> None:
     with report_errors():
+        hear_signals()
         from perl.training.grpo import train
 
         train(sys.argv[1:])

@@ -343,17 +343,22 @@ def left_over(folder):
 
 
 @pytest.mark.parametrize(
-    ("processes", "sent"),
+    ("processes", "sent", "to_all"),
     [
-        slow(1, signal.SIGTERM),
-        (2, signal.SIGTERM),
-        slow(2, signal.SIGINT),
+        slow(1, signal.SIGTERM, False),
+        slow(1, signal.SIGTERM, True),
+        (2, signal.SIGTERM, False),
+        slow(2, signal.SIGTERM, True),
+        slow(2, signal.SIGINT, False),
     ],
 )
-def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, processes, sent):
+def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, processes, sent, to_all):
+    """To the script, or as a scheduler may send it, to every process of the job."""
     script = start(0.3, processes)
     folder = tmp_path / "run"
     wait_for("progress: step 2/", folder / "output.log", script)
+    for process in psutil.Process(script.pid).children(recursive=True) if to_all else ():
+        process.send_signal(sent)
     script.send_signal(sent)
     shown, _ = script.communicate(timeout=60)
     assert script.returncode == 128 + sent
@@ -423,27 +428,6 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
     script.communicate(timeout=20)
     assert script.returncode == 143
     assert left_over(tmp_path / "run") == []
-
-
-BUSY = """import hashlib, sys
-from perl.tools import supervise
-sys.executable = sys.argv[1]
-print(supervise.Launcher([]).process.pid, flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
-"""
-
-
-def test_the_supervisor_passes_a_signal_on_whatever_its_main_thread_waits_for(tmp_path):
-    """A handler of Python's runs in the main thread, when that is back from the system or a library."""
-    (launcher := tmp_path / "launcher").write_text("#!/bin/sh\nexec sleep 600\n")
-    launcher.chmod(0o755)
-    command = [sys.executable, "-c", BUSY, str(launcher)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as supervisor:
-        started = psutil.Process(int(supervisor.stdout.readline()))
-        supervisor.send_signal(signal.SIGTERM)
-        gone, _ = psutil.wait_procs([started], timeout=20)
-        supervisor.kill()
-    assert gone == [started]
 
 
 @pytest.mark.slow

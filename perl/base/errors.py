@@ -35,6 +35,9 @@ EXIT_NOT_ALL_GENERATED = 3
 EXIT_WHILE_RUNNING = 1
 EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE, as any program that writes into `| head`."""
+HELD_BY_LAUNCHER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ONE_SIGNAL_S = 1.0
+"""Signals within this time are one: a scheduler or a launcher passes on what the terminal has already sent to all."""
 RANK_0_SPEAKS_S = 30.0
 RANKS_APART_S = 1.0
 LOST_PEER = (
@@ -224,19 +227,33 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_WHILE_RUNNING)
 
 
+def hear_signals() -> None:
+    """Let signals through that a training process of the launch script was started with, held back: its launcher has to
+    outlive them (perl.tools.supervise)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BY_LAUNCHER)
+
+
 @contextlib.contextmanager
 def stopped_by_signals(message: str) -> Iterator[None]:
     """SIGTERM, as a scheduler sends it, and Ctrl-C end the work inside with one line: what cleans up behind it does
     so."""
 
+    until = 0.0
+
+    def stopped(number: int) -> Stopped:
+        return Stopped(f"{signal.Signals(number).name}; {message}", number)
+
     def stop(number: int, _frame: object) -> None:
-        raise Stopped(f"{signal.Signals(number).name}; {message}", number)
+        nonlocal until
+        if time.monotonic() >= until:  # the same signal once more would end the cleaning up
+            until = time.monotonic() + ONE_SIGNAL_S
+            raise stopped(number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except KeyboardInterrupt:
-        stop(signal.SIGINT, None)
+        raise stopped(signal.SIGINT) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -69,6 +69,8 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     parent, namespaces = int(arguments[1]), arguments[2] == "namespaces"
     limits, modules = Limits(**json.loads(arguments[3])), json.loads(arguments[4])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which a scheduler sends to every process of a job
+        signal.signal(number, signal.SIG_IGN)  # the training finishes its step, and ends this one
     os.environ.clear()
     with contextlib.suppress(OSError):
         sandbox.write("/proc/self/oom_score_adj", "1000")  # where memory ends, a call ends, and not the training

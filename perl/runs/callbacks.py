@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from perl.base.errors import Stopped
+from perl.base.errors import ONE_SIGNAL_S, Stopped
 from perl.base.paths import how_to_go_on
 from perl.records import PROGRESS, clock
 from perl.runs.checkpoints import AUTO, cut
@@ -125,8 +125,6 @@ class StopOnSignal(TrainerCallback):
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    REPEAT_S = 1.0
-    """Two signals within this time are one: a launcher passes on what the terminal has already sent to all."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -164,7 +162,7 @@ class StopOnSignal(TrainerCallback):
             if self._ended:
                 how = "has made its last step, and ends when its result is saved"
             self._say(f"{name}: the run {how}; a second signal ends it now")
-        elif now - self._at > self.REPEAT_S:
+        elif now - self._at > ONE_SIGNAL_S:
             raise Stopped(f"a second signal ({name}); go on from the last checkpoint", number)
 
     def _say(self, text: str) -> None:

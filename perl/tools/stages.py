@@ -240,7 +240,8 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                text=True,
+                encoding="utf-8",
+                errors="replace",  # a library may print what is no text
                 start_new_session=True,
             )
             watch = ["sh", "-c", WATCH, str(process.pid)]

@@ -2,8 +2,9 @@
 
     python -m perl.tools.supervise RUN_DIR --config_file FILE --num_processes N -m perl.train FLAGS…
 
-SIGTERM, SIGINT and SIGHUP go to the training processes themselves, which save a checkpoint and end (StopOnSignal); the
-launcher would have them killed after 30 seconds. A second signal kills all. The exit code is the training processes'.
+SIGTERM, SIGINT and SIGHUP go to the training processes themselves, which save a checkpoint and end (StopOnSignal). The
+launcher, which would have them killed after 30 seconds, hears none, as a scheduler may send them to every process of a
+job. A second signal, and SIGQUIT, kill all. The exit code is the training processes'.
 
 Nothing large is imported here: this process lives as long as the training.
 """
@@ -21,25 +22,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
-from perl.base.errors import EXIT_USER_ERROR, UserError, report_errors
+from perl.base.errors import EXIT_USER_ERROR, HELD_BY_LAUNCHER, ONE_SIGNAL_S, UserError, report_errors
 from perl.base.paths import how_to_go_on
 from perl.base.redact import hide
 from perl.records import PROGRESS
 
 SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
-LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
+LAUNCHERS_OWN = "ChildFailedError"
 """A failed training process is reported by its own line; the launcher's about it is no news."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
-ONE_SIGNAL_S = 1.0
-"""Signals within this time are one."""
+KILLED_S = 5.0
+"""So long what was killed may take to end: a device's driver may hold it."""
 
 
 class Screen:
@@ -48,6 +47,7 @@ class Screen:
 
     def __init__(self) -> None:
         self.terminal, self.open, self.pending = sys.stdout.isatty(), True, False
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every locale has what is logged
 
     def show(self, line: str) -> None:
         if line.startswith(PROGRESS):
@@ -57,7 +57,7 @@ class Screen:
             self.pending = self.terminal
             return
         matters = line.startswith(SHOWN_STARTS) or any(part in line for part in SHOWN_PARTS)
-        if matters and not any(error in line for error in LAUNCHERS_OWN):
+        if matters and LAUNCHERS_OWN not in line:
             self.end_progress()
             self.write(f"{line}\n")
 
@@ -73,6 +73,14 @@ class Screen:
             except OSError:  # EIO of a terminal that is gone
                 self.open = False
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(text: str) -> None:
+    """A line on stderr, which nobody may read any more."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class Log:
@@ -102,58 +110,85 @@ class Log:
 
 class Launcher:
     """accelerate in a session of its own, so that the terminal's Ctrl-C reaches this process alone. The processes of a
-    launcher that is killed become this one's children."""
+    launcher that has ended become this one's children.
+
+    Args:
+        argv: of accelerate launch; after -m the module that the training processes run.
+    """
 
     def __init__(self, argv: list[str]):
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.received, self._at = 0, 0.0
-        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # nohup
+        self._module = argv[argv.index("-m") + 1]
+        self._folder = tempfile.TemporaryDirectory(prefix="perl_ranks_")  # torch leaves its own behind
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in HELD_BY_LAUNCHER if number != signal.SIGHUP or not nohup]
         for number in heard:
             signal.signal(number, signal.SIG_DFL)  # what is started may have it ignored else
         # A thread waits for them: a handler would run when the next line has come, where the signal arrives just before
-        # the main thread begins to wait for that line.
+        # the main thread begins to wait for that line. The launcher inherits that they are held.
         signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+        command = ["-u", "-m", "perl.tools.accelerate_launch", "--log_dir", self._folder.name, *argv]
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "perl.tools.accelerate_launch", *argv],
+            [sys.executable, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, heard),
         )
         threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
-        threading.Thread(target=self._end_with_launcher, daemon=True).start()
+        self._reaper = threading.Thread(target=self._reap, daemon=True)
+        self._reaper.start()
 
     def _hear(self, signals: list[int]) -> None:
         """Pass a signal on; the second one kills."""
         while True:
             number = signal.sigwait(signals)
             now = time.monotonic()
-            if not self.received:
+            if not self.received and number != signal.SIGQUIT:
                 self.received, self._at = number, now
-                ranks = children(self.process.pid)
-                for pid in ranks:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
+                ranks = self.ranks()
+                for rank in ranks:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.send_signal(number)
                 if not ranks:  # it has not started them yet
-                    self.process.send_signal(signal.SIGTERM)
-            elif now - self._at > ONE_SIGNAL_S:
+                    self.kill()
+            elif number == signal.SIGQUIT or now - self._at > ONE_SIGNAL_S:
+                self.received = self.received or number
                 self.kill()
+                threading.main_thread().join(KILLED_S)
+                if threading.main_thread().is_alive():  # it waits for a screen that nobody reads
+                    self._folder.cleanup()
+                    os._exit(128 + self.received)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes that were started. accelerate starts others as well: nvidia-smi."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += [child] if self._module in child.cmdline() else []
+        return found
 
     def kill(self) -> None:
         """End every process of the run, at once."""
-        for pid in [*children(self.process.pid), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                # torch's agent gives each rank a session of its own; else they are in the launcher's.
-                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs([process for process in left if process.pid != self.process.pid], timeout=KILLED_S)
 
-    def _end_with_launcher(self) -> None:
-        """The ranks hold the pipe that `lines` reads, and would train on."""
-        if self.process.wait() < 0:
-            for child in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
+    def _reap(self) -> None:
+        """Wait for the launcher, and end what it has left behind, which may hold the pipe that `lines` reads."""
+        if sys.platform == "linux":
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)).si_pid != self.process.pid:
+                with contextlib.suppress(ChildProcessError):  # `kill` has waited for it
+                    os.waitpid(ended.si_pid, 0)
+        self.process.wait()
+        self.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # where orphans have become another process's
 
     def lines(self) -> Iterator[bytes]:
         assert self.process.stdout is not None
@@ -166,47 +201,38 @@ class Launcher:
 
     def wait(self) -> int:
         """The exit code as a shell has it, once nothing of the run is left."""
-        code = self.process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it may have left behind
-        if self.received and code:
-            return 128 + self.received
-        return 128 - code if code < 0 else code
-
-
-def children(pid: int) -> list[int]:
-    """Direct children of a process; none where it has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [child.pid for child in psutil.Process(pid).children()]
-    return []
+        self._reaper.join()
+        self._folder.cleanup()
+        code = self.process.returncode
+        code = 128 - code if code < 0 else code
+        return 128 + self.received if self.received and code > 128 else code
 
 
 def main(run_dir: Path, argv: list[str]) -> int:
     screen = Screen()
     log = Log(run_dir / "output.log", screen)
-    with tempfile.TemporaryDirectory(prefix="perl_ranks_") as ranks:  # torch leaves its own behind
-        launcher = Launcher(["--log_dir", ranks, *argv])
-        try:
-            for line in launcher.lines():
-                text = hide(line.decode(errors="surrogateescape"))
-                log.write(text)
-                screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
-        except BaseException:
-            launcher.kill()
-            raise
-        code = launcher.wait()
+    launcher = Launcher(argv)
+    try:
+        for line in launcher.lines():
+            text = hide(line.decode(errors="surrogateescape"))
+            log.write(text)
+            screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
+    except BaseException:
+        launcher.kill()
+        raise
+    code = launcher.wait()
     screen.end_progress()
     if code == 0:
         name = "model" if (run_dir / "model").is_dir() else "adapter"
         screen.write(f"{name}: {run_dir}/{name}\n")
-    elif not launcher.received:
+    elif not (launcher.received and code > 128):
         if (killed_by := launcher.killed_by()) is not None:
-            print(f"error: the launcher was ended by {killed_by}", file=sys.stderr)
-        print(f"training ended with exit code {code}; the whole log is in {log.path}", file=sys.stderr)
+            complain(f"error: the launcher was ended by {killed_by}")
+        complain(f"training ended with exit code {code}; the whole log is in {log.path}")
         if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
             flag = "--config.training.resume_from_checkpoint"
             resumes = f"{flag}=auto" in argv or (flag, "auto") in pairwise(argv)
-            print(f"run again to go on from its last checkpoint: {how_to_go_on(run_dir, resumes)}", file=sys.stderr)
+            complain(f"run again to go on from its last checkpoint: {how_to_go_on(run_dir, resumes)}")
     return code
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from perl.base.errors import UserError
+from perl.base.errors import Stopped, UserError, stopped_by_signals
 from perl.records import Sampling
 from perl.tools import stages
 from tests.tiny import save_tiny
@@ -155,6 +155,26 @@ def test_the_log_of_a_training_can_be_followed(tmp_path):
     where = stages.Where(folder=tmp_path)
     stages.train("reads_its_log", Path("recipe.yaml"), [], tmp_path / "grpo", Console(quiet=True), where)
     assert (tmp_path / "grpo.log").read_text().endswith("one\ntwo\n")
+
+
+def test_what_is_no_text_ends_no_training(tmp_path):
+    """As a library in C may print it."""
+    log = tmp_path / "grpo.log"
+    command = [sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\nstep 1/1 end\n')"]
+    stages.follow(command, log, Console(quiet=True), stages.HERE)
+    assert log.read_text(encoding="utf-8") == "caf\ufffd\nstep 1/1 end\n"
+
+
+def test_one_signal_that_comes_twice_does_not_end_the_cleaning_up():
+    """A scheduler sends it to all processes, and the launcher passes it on."""
+    done = []
+    with pytest.raises(Stopped), stopped_by_signals("-"):  # noqa: PT012
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            done.append("cleaned up")
+    assert done == ["cleaned up"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
