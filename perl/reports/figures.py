@@ -100,8 +100,23 @@ OVER_STEPS = (
         {"pool/staleness": "mean", "pool/staleness_max": "largest"}, (0.0,), smooth=False,
     ),
     OverSteps(
-        "Sampler and trainer", "Mean absolute difference of their log-probabilities of the sampled tokens.", "nats",
-        {"rollout/logp_mismatch": "difference"}, (0.0,),
+        "Queue", "Pieces that no worker has begun when a batch is whole.", "pieces", {"pool/queue": "pieces"}, (0.0,),
+        smooth=False,
+    ),
+    OverSteps(
+        "Speed of the workers", "Tokens a second of all, and of the slowest and the fastest while it draws.",
+        "tokens a second",
+        {"pool/tokens_per_s": "all", "pool/tokens_per_s_min": "slowest", "pool/tokens_per_s_max": "fastest"}, (0.0,),
+    ),
+    OverSteps(
+        "Sampler and trainer",
+        "Mean absolute difference of their log-probabilities of the sampled tokens; the engine's alone is by the"
+        " weights that drew.",
+        "nats", {"rollout/logp_mismatch": "difference", "rollout/engine_mismatch": "the engine's alone"}, (0.0,),
+    ),
+    OverSteps(
+        "Drift", "KL(sampler, trainer) on the sampled tokens.", "nats a token",
+        {"rollout/logp_kl": "KL"}, (0.0,),
     ),
     OverSteps("Gradient norm", "Before clipping.", "L2 norm", {"grad_norm": "gradient norm"}, (0.0,)),
 )  # fmt: skip

@@ -36,6 +36,7 @@ SHOWN = {
     "perf/throughput": "{:.0f} tok/s",
     "pool/trainer_waited": "trainer waited {:.0%}",
     "pool/workers_idle": "workers idle {:.0%}",
+    "pool/staleness_max": "staleness {:.0f}",
     "perf/max_memory_allocated_gb": "{:.1f} GB",
 }
 """What the line shows, in this order; a metric that this device has not is left out."""

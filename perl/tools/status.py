@@ -16,11 +16,13 @@ from perl.runs.callbacks import SHOWN
 from perl.scoring.results import METRICS, read_metrics
 
 WORKERS = {
-    "pool/staleness": "staleness {:.2f}",
-    "pool/staleness_max": "(at most {:.0f})",
+    "pool/staleness": "mean staleness {:.2f}",
     "rollout/engine_mismatch": "engine mismatch {:.1e} nats",
     "rollout/logp_kl": "drift {:.1e} nats",
+    "pool/queue": "queue {:.0f}",
     "pool/tokens_per_s": "workers {:.0f} tok/s",
+    "pool/tokens_per_s_min": "(one {:.0f}",
+    "pool/tokens_per_s_max": "to {:.0f})",
     "pool/restarts": "{:.0f} restarts",
 }
 """What a second line shows of a training with workers."""

@@ -20,6 +20,8 @@ from perl.training.batch import Batch
 from perl.training.loss import LossInputs, LossOutputs, Measured, masked_mean
 from perl.training.processes import Processes
 
+LAST = ("pool/queue", "pool/restarts")
+"""Of these a log has the last value, not the mean."""
 LOW_RATIO = 0.5
 """Mean of the importance sampling ratios below which most of the gradient is lost."""
 
@@ -115,6 +117,8 @@ class Metrics:
 
     def value(self, name: str, number: float) -> None:
         """A number that all processes know."""
+        if name in LAST:
+            self.logged[name].clear()
         self.logged[name].append(number)
 
     def values(self, numbers: dict[str, float]) -> None:

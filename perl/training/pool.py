@@ -114,6 +114,8 @@ class PoolEngine:
         self._refused: UserError | None = None
         """Why there are no workers."""
         self._waited, self._since = 0.0, time.perf_counter()
+        self._worked, self._tokens = 0.0, 0
+        """Seconds of this thread's processor for what workers draw, and tokens that it was given."""
 
     def publish(self, weights: Weights) -> None:
         self.local.publish(weights)
@@ -141,6 +143,12 @@ class PoolEngine:
         return taking_their_places(self._handed_out(rows))
 
     def _handed_out(self, own: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        began = time.thread_time()
+        drawn = self._begun(own)
+        self._worked += time.thread_time() - began
+        return drawn
+
+    def _begun(self, own: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         counts = self.processes.gathered([len(own)])
         first = sum(counts[: self.processes.rank])
         prompts: list[Any] = self.processes.gathered(list(own))
@@ -162,7 +170,7 @@ class PoolEngine:
         """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
         first = 0
         for piece in pieces:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             drawn = self._answer(piece)
             self._waited += time.perf_counter() - began
             if not isinstance(drawn, Drawn):
@@ -170,10 +178,15 @@ class PoolEngine:
             if self.newest and drawn.version.weights in self.sent:  # another one is refused as any that was not asked
                 version = self.sent[drawn.version.weights].version
             require_sent(drawn, version)
-            for place, completion in enumerate(drawn.completions, first):
-                if place in own:
-                    yield place - own.start, replace(completion, weights=drawn.version.weights)
+            completed = [
+                (place - own.start, replace(completion, weights=drawn.version.weights))
+                for place, completion in enumerate(drawn.completions, first)
+                if place in own
+            ]
             first += len(piece.prompts)
+            self._tokens += drawn.tokens
+            self._worked += time.thread_time() - worked
+            yield from completed
 
     def _answer(self, piece: Piece) -> Drawn | UserError:
         """What became of a piece, or what ends the run, on every process. However long that takes, none of them waits
@@ -189,8 +202,10 @@ class PoolEngine:
     def take_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
         waited, elapsed = self._waited, now - self._since
-        self._waited, self._since = 0.0, now
         metrics = {"pool/trainer_waited": waited / elapsed}
+        if self._tokens:
+            metrics["pool/trainer_ms_per_1024_tokens"] = 1024e3 * self._worked / self._tokens
+        self._waited, self._since, self._worked, self._tokens = 0.0, now, 0.0, 0
         if self._background is not None:
             metrics |= self._background.take_metrics(elapsed)
         return self.local.take_metrics() | self._realized | metrics
@@ -366,8 +381,10 @@ class _Background:
         self._done: dict[tuple[int, int], Any] = {}
         self._error: str | None = None
         self._closing = False
-        self._busy, self._drained, self._tokens = 0.0, 0.0, 0
-        """Seconds that workers drew and drained, and tokens, since they were taken."""
+        self._busy, self._drained = 0.0, 0.0
+        """Seconds that workers drew and drained, since they were taken."""
+        self._drawn: dict[str, tuple[int, float]] = {}
+        """By worker, tokens and the seconds that it drew them in, since they were taken."""
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -391,13 +408,17 @@ class _Background:
     def take_metrics(self, elapsed: float) -> dict[str, float]:
         had = elapsed * len(self.pool.workers)
         with self._changed:
-            busy, drained, tokens = self._busy, self._drained, self._tokens
+            busy, drained, drawn = self._busy, self._drained, self._drawn
             # What is above all that they had is of a piece that began before, and that interval lacks.
-            self._busy, self._drained, self._tokens = max(0.0, busy - had), 0.0, 0
-        return {
+            self._busy, self._drained, self._drawn = max(0.0, busy - had), 0.0, {}
+            queued = sum(len(pieces) for _, pieces in self._submitted) + self.pool.queued
+        rates = [tokens / seconds for tokens, seconds in drawn.values() if seconds]
+        speeds = {"pool/tokens_per_s_min": min(rates), "pool/tokens_per_s_max": max(rates)} if rates else {}
+        return speeds | {
             "pool/workers_idle": max(0.0, 1.0 - busy / had),
             "pool/workers_draining": drained / had,
-            "pool/tokens_per_s": tokens / elapsed,
+            "pool/tokens_per_s": sum(tokens for tokens, _ in drawn.values()) / elapsed,
+            "pool/queue": float(queued),
             "pool/restarts": float(self.pool.restarts),
         }
 
@@ -432,7 +453,8 @@ class _Background:
         if isinstance(drawn, Drawn):
             self._busy += drawn.seconds
             self._drained += drawn.drained_s
-            self._tokens += sum(len(each.sampled_ids) for each in drawn.completions)
+            tokens, seconds = self._drawn.get(drawn.worker, (0, 0.0))
+            self._drawn[drawn.worker] = tokens + drawn.tokens, seconds + drawn.seconds
 
     def _fail(self, why: str) -> None:
         with self._changed:

@@ -233,6 +233,11 @@ class WorkerPool:
         self._weights |= dict.fromkeys((request.id for request in complete), weights)
         self._drop_payload(before)
 
+    @property
+    def queued(self) -> int:
+        """Requests that no worker has had, or that were taken back from one."""
+        return len(self._pending)
+
     def wake(self) -> None:
         """End the wait of a `poll` in another thread."""
         self._inbox.put((None, 0, None))

@@ -10,6 +10,8 @@ it has room for, and runs empty before it takes another version.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -67,6 +69,12 @@ class Drawn:
     """That its engine had drawn since it had finished the piece before, or had nothing."""
     drained_s: float = 0.0
     """That its engine had run down before, to take this version."""
+    worker: str = ""
+    """The process that drew it: its node and number."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(each.sampled_ids) for each in self.completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +112,7 @@ class RolloutJob:
     def _drawn(
         self, copy: Copy, conversations: Conversations | None, pieces: int, inbox: Inbox
     ) -> Iterator[WorkerEvent]:
-        drained_s = 0.0
+        drained_s, worker = 0.0, f"{socket.gethostname()} {os.getpid()}"
         while (version := inbox.next_weights(wait=True)) is not None:
             with contextlib.ExitStack() as stack:
                 try:
@@ -121,7 +129,8 @@ class RolloutJob:
                         inbox.working()
                         if done := feed.done(position, completion):
                             piece, completions, seconds = done
-                            yield Result(piece.id, Drawn(completions, version, held, seconds, drained_s), pieces)
+                            result = Drawn(completions, version, held, seconds, drained_s, worker)
+                            yield Result(piece.id, result, pieces)
                             drained_s = 0.0
                     drained_s += feed.drained()
 

@@ -117,6 +117,17 @@ def test_the_noise_of_a_run_that_held_a_kl_divergence():
     assert titles == ["Noise of the rollouts (AQN)", "Noisy and clean policy"]
 
 
+def test_a_run_with_workers_shows_who_waits_how_fast_each_is_and_how_far_they_are_apart():
+    names = "trainer_waited", "workers_idle", "staleness", "staleness_max", "queue"
+    names = *names, "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max"
+    drawn = ["rollout/logp_mismatch", "rollout/engine_mismatch", "rollout/logp_kl"]
+    metrics = [*(f"pool/{name}" for name in names), *drawn]
+    run = run_of([{"step": 1, "reward": 0.5} | dict.fromkeys(metrics, 0.5)])
+    assert [line.metric for line in figures.shown_lines(run)] == ["reward", *metrics]
+    titles = ["Waiting", "Age of the policy that drew", "Queue", "Speed of the workers", "Sampler and trainer", "Drift"]
+    assert [figure.title for figure in figures.of_training(run)] == titles
+
+
 def test_settings_say_what_the_training_was_made_with(tmp_path):
     write_training(tmp_path / "run", [logged(1)], packages={"torch": "2.10.0", "trl": "1.16.0"}, git_commit=None)
     assert settings(read_training_run(tmp_path / "run")) == {

@@ -44,11 +44,11 @@ def test_every_logged_step_has_a_line_and_the_summary_none(capsys):
     state.global_step = 1
     line.on_log(None, state, None, logs={"loss": 0.5, "reward": 0.25})
     state.global_step = 2
-    line.on_log(None, state, None, logs={"loss": 0.125})
+    line.on_log(None, state, None, logs={"loss": 0.125, "pool/workers_idle": 0.5, "pool/staleness_max": 2.0})
     line.on_log(None, state, None, logs={"train_loss": 0.3, "train_runtime": 9.0})
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("progress: step 1/4  reward 0.250  loss 0.5000")
-    assert second.startswith("progress: step 2/4  loss 0.1250")
+    assert second.startswith("progress: step 2/4  loss 0.1250  workers idle 50%  staleness 2  ")
 
 
 def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
