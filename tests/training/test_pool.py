@@ -4,6 +4,7 @@ killed, and when it is resumed; and what an engine holds is what it was sent."""
 import contextlib
 import json
 import os
+import pickle
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from perl.adapters.delivery import base_digest, delivered, digest, from_bytes, put_into, to_bytes
+from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
@@ -20,11 +22,13 @@ from perl.workers.local import LocalExecutor
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import Drawn, Piece, Version
 from perl.workers.worker import EngineJob
+from tests.environments.training import fields_of
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import SUMS, make_trainer, reward_tokens
 
 NOISE = NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.01, num_stages=3)
 PIECE = 4
+DYNAMIC = "algorithm.dynamic_sampling"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,7 @@ def train(
     with_signal=signal.SIGKILL,
     watch=None,
     callback=None,
+    rewards=(),
     **settings,
 ):
     """The trained adapter, and the trainer. Of each batch `watch` gets (position, sample, version, sigma)
@@ -54,14 +59,14 @@ def train(
         if len(steps) == kill_at:
             link = trainer.step.engine._background.pool.workers[0].link
             os.kill(link._process.pid, with_signal)
-        return reward_tokens(completion_ids)
+        return rewards[0](completion_ids=completion_ids, **columns) if rewards else reward_tokens(completion_ids)
 
     loaded = load_model(model, **settings.pop("load", {}))
     loaded.name_or_path = str(model)
     rollout = {"workers": workers, "lag": lag, "piece_size": PIECE} | settings.pop("rollout", {})
     trainer = make_trainer(
-        folder, model=loaded, engine="fast", rollout=rollout, noise=NOISE, rewards=[reward],
-        **({"max_steps": 5, "prompts": SUMS} | settings),
+        folder, model=loaded, engine="fast", rollout=rollout, rewards=[reward, *rewards[1:]],
+        **({"max_steps": 5, "prompts": SUMS, "noise": NOISE} | settings),
     )  # fmt: skip
     if callback is not None:
         callback.engine = trainer.step.engine
@@ -81,6 +86,30 @@ def train(
         trainer.step.engine.close()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return weights, trainer, steps
+
+
+@pytest.fixture(scope="module")
+def stayed():
+    """By their jobs: workers that outlive a run."""
+    pools = {}
+    yield pools
+    for pool in pools.values():
+        WorkerPool.__exit__(pool, None)
+
+
+@pytest.fixture
+def workers_stay(stayed, monkeypatch):
+    """For the next run that gives them the same job: to start them takes longer than to train."""
+
+    class Staying(WorkerPool):
+        def __exit__(self, *_):
+            pass
+
+    def open_pool(executor, job, logs, **options):
+        alike = executor.workers, pickle.dumps(job)
+        return stayed.get(alike) or stayed.setdefault(alike, Staying(executor, job, logs, **options))
+
+    monkeypatch.setattr("perl.training.engines.WorkerPool", open_pool)
 
 
 def same(first, second):
@@ -219,6 +248,7 @@ def test_so_it_is_with_two_and_four_workers(model, tmp_path, lag):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("workers_stay")
 @pytest.mark.parametrize("settings", [
     {"rollout": {"importance_correction": "token", "behaviour": "exact"}},
     {"num_iterations": 2},
@@ -236,8 +266,52 @@ def test_so_it_is_with_what_keeps_something_from_step_to_step(model, tmp_path, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["dora", "lora_fa", "vera", "ia3", "ln_tuning", "hra", "oft", "miss", "adalora",
-                                     "pissa", "milora", "milora_plus", "none"])  # fmt: skip
+@pytest.mark.usefixtures("quick_collections", "workers_stay")
+@pytest.mark.parametrize("name", [name for name, each in ALGORITHMS.items() if each.settings.get(DYNAMIC) is not True])
+def test_so_it_is_with_every_algorithm(model, tmp_path, name):
+    one, trainer, _ = train(model, tmp_path / "one", 1, 1, max_steps=3, **fields_of(name))
+    two, _, _ = train(model, tmp_path / "two", 2, 1, max_steps=3, **fields_of(name))
+    assert same(one, two)
+    logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
+    assert [row["pool/staleness"] for row in logged] == [0.0, 1.0, 1.0]
+    assert max(row["grad_norm"] for row in logged) > 0
+
+
+@pytest.mark.slow
+def test_so_it_is_where_groups_are_chosen_by_their_rewards(model, tmp_path):
+    """Some are drawn that no batch has."""
+    alone, _, _ = train(model, tmp_path / "alone", 0, 0, **fields_of("dapo"))
+    pooled, trainer, _ = train(model, tmp_path / "pooled", 1, 0, **fields_of("dapo"))
+    assert same(alone, pooled)
+    assert sum(row.get("dapo/resampled_groups", 0) for row in trainer.state.log_history) > 0
+
+
+@pytest.mark.slow
+def test_so_it_is_where_the_noise_is_what_was_measured(model, tmp_path):
+    noise = NoiseConfig(enabled=True, seed=3, schedule="target_kl", sigma_start=0.1, num_stages=2)
+    alone, _, _ = train(model, tmp_path / "alone", 0, 0, noise=noise)
+    pooled, trainer, _ = train(model, tmp_path / "pooled", 1, 0, noise=noise)
+    assert same(alone, pooled)
+    assert len({row["aqn/sigma"] for row in trainer.state.log_history if "aqn/sigma" in row}) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("workers_stay")
+@pytest.mark.parametrize("adapter", ["dora", "ln_tuning"])
+def test_so_it_is_with_other_methods_and_a_lag(model, tmp_path, adapter):
+    """The trainer computes what an older policy has drawn by its own tensors of it."""
+    settings = {"adapter": adapter, "save_strategy": "steps", "save_steps": 3}
+    exact = {"importance_correction": "token", "behaviour": "exact"}
+    whole, trainer, _ = train(model, tmp_path / "whole", 1, 1, rollout=dict(exact), **settings)
+    last = str(tmp_path / "whole/checkpoint-3")
+    resumed, _, _ = train(model, tmp_path / "whole", 1, 1, checkpoint=last, rollout=dict(exact), **settings)
+    assert same(whole, resumed)
+    assert all(row.get("rollout/engine_mismatch", 0.0) < 1e-5 for row in trainer.state.log_history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["rslora", "dora", "lora_plus", "lora_fa", "vera", "ia3", "ln_tuning", "hra", "oft",
+                                     "miss", "adalora", "pissa", "milora", "milora_plus", "none"])  # fmt: skip
 def test_so_it_is_with_every_method(model, tmp_path, adapter):
     alone, _, _ = train(model, tmp_path / "alone", 0, 0, adapter=adapter, max_steps=3)
     pooled, _, _ = train(model, tmp_path / "pooled", 1, 0, adapter=adapter, max_steps=3)
