@@ -1,5 +1,6 @@
-"""vLLM, real, in the workers of a training: a run is the same with one worker and with two, under noise and a lag; the
-digest of what vLLM serves is the trainer's; and what arrives wrong has another."""
+"""vLLM, real, in the workers of a training: a run is the same with one worker, two or four, of processes or Ray, under
+noise, with and without a lag; the digest of what vLLM serves is the trainer's, whichever method made it; and what
+arrives wrong has another."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from perl.adapters import ADAPTERS
 from perl.adapters.delivery import delivered, from_bytes, to_bytes
 from perl.base.errors import UserError
 from perl.config.checks import check_workers
+from perl.config.peft_fields import UNMERGED
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_copy import outline, sent_digest
@@ -45,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "quantization": None,
 }
 NOISY = Weights(version=3, sigma=0.1, draw=1)
+OTHER_METHODS = [method for method in UNMERGED if method != "lora"]
 
 
 def train(
@@ -65,9 +68,9 @@ def train(
     return weights, trainer.state.log_history
 
 
-def policy(base: Path, seed: int, **peft: Any) -> Any:
+def policy(base: Path, seed: int, method: str = "lora", **peft: Any) -> Any:
     config = PeftConfig(**({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | peft))
-    wrapped = get_peft_model(load_model(base, dtype=torch.float32), ADAPTERS["lora"].build(config)).eval()
+    wrapped = get_peft_model(load_model(base, dtype=torch.float32), ADAPTERS[method].build(config)).eval()
     move_adapter(wrapped, 0.5, seed)
     return wrapped
 
@@ -102,6 +105,11 @@ def in_worker(base: Path, dtype: torch.dtype) -> dict[str, Any]:
     send("noisy", sender, NOISY)
     send("other", policy(base, 6), clean)
     send("again", sender, clean)
+    for method in OTHER_METHODS:
+        of = policy(base, 8, method, lora_alpha=7)  # of which no power of 2 is the scale
+        copy.peft_config = of.peft_config["default"]
+        send(method, of, clean)
+    copy.peft_config = sender.peft_config["default"]
     send("half", sender, clean, lambda tensors: next(iter(tensors.values())).zero_())
     (found["served"],) = copy.llm.apply_model(lambda model: sorted(model.lora_manager.list_adapters()))
     copy.peft_config.lora_alpha = 16
@@ -130,25 +138,41 @@ def test_what_vllm_serves_has_the_trainers_digest_and_what_arrives_wrong_has_not
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         found = pool.submit(in_worker, base, dtype).result(timeout=300)
     held, sent, drawn = found["held"], found["sent"], found["drawn"]
-    right = ["clean", "noisy", "other", "again"]
+    right = ["clean", "noisy", "other", "again", *OTHER_METHODS]
     assert [held[name] for name in right] == [sent[name] for name in right]
     assert held["noise withheld"] == held["not loaded"] == held["clean"] == held["again"]
-    assert len({*held.values()}) == 5
+    assert len({*held.values()}) == 5 + len(OTHER_METHODS)
     for name in ("half", "scale", "noise withheld", "not loaded"):
         assert held[name] != sent[name]
     assert drawn["again"] == drawn["clean"]
-    assert all(drawn[name] != drawn["clean"] for name in ("noisy", "other", "half", "scale"))
-    assert found["served"] == [5]
+    assert all(drawn[name] != drawn["clean"] for name in ("noisy", "other", "half", "scale", *OTHER_METHODS))
+    assert found["served"] == [5 + len(OTHER_METHODS)]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_run_is_the_same_with_one_worker_and_with_two(base, tmp_path):
-    one, logged = train(base, tmp_path / "one", 1)
-    two, _ = train(base, tmp_path / "two", 2)
+def test_a_run_is_the_same_with_one_worker_and_with_four(base, tmp_path):
+    one, logged = train(base, tmp_path / "one", 1, lag=2)
+    four, _ = train(base, tmp_path / "four", 4, lag=2)
+    assert all(torch.equal(one[name], four[name]) for name in one)
+    rows = [row for row in logged if "rollout/engine_mismatch" in row]
+    assert [row["pool/staleness"] for row in rows] == [0.0, 1.0, 2.0, 2.0]
+    assert all(row["rollout/engine_mismatch"] < 1e-3 for row in rows)
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.slow
+def test_without_a_lag_and_over_ray_too(base, tmp_path):
+    pytest.importorskip("ray")
+    from benchmarks._nodes import ray_cluster
+
+    one, logged = train(base, tmp_path / "one", 1, lag=0)
+    with ray_cluster({"num_cpus": 2}) as cluster:
+        two, _ = train(base, tmp_path / "two", 2, lag=0, executor="ray", ray_address=cluster.address)
     assert all(torch.equal(one[name], two[name]) for name in one)
     rows = [row for row in logged if "rollout/engine_mismatch" in row]
-    assert [row["pool/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    assert [row["pool/staleness"] for row in rows] == [0.0] * 4
     assert all(row["rollout/engine_mismatch"] < 1e-3 for row in rows)
 
 
