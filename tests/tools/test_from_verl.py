@@ -673,6 +673,14 @@ def test_ratios_that_verl_divides_or_rejects_by_are_refused():
         assert of(None, *GOOD, *words).refused == {}
     veto = f"{group}.rollout_token_veto_threshold"  # of older versions, and by itself
     assert veto in of(None, *GOOD, f"+{veto}=1e-4").refused
+    rejected = of(None, *GOOD, f"{group}.rollout_rs=token", f"{group}.rollout_rs_threshold=2.0").refused
+    assert "importance_correction token_mask or sequence_mask" in rejected[f"{group}.rollout_rs"]
+
+
+def test_how_far_verls_rollouts_may_be_ahead_is_said_in_terms_of_a_lag():
+    """Its threshold is a share of samples: no number of batches."""
+    result = of(None, *GOOD, "+async_training.staleness_threshold=0.5")
+    assert "--config.rollout.lag or max_staleness" in result.no_effect["async_training.staleness_threshold"]
 
 
 @pytest.mark.parametrize(
