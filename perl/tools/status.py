@@ -21,8 +21,8 @@ WORKERS = {
     "rollout/logp_kl": "drift {:.1e} nats",
     "pool/queue": "queue {:.0f}",
     "pool/tokens_per_s": "workers {:.0f} tok/s",
-    "pool/tokens_per_s_min": "(one {:.0f}",
-    "pool/tokens_per_s_max": "to {:.0f})",
+    "pool/tokens_per_s_min": "slowest {:.0f}",
+    "pool/tokens_per_s_max": "fastest {:.0f}",
     "pool/restarts": "{:.0f} restarts",
 }
 """What a second line shows of a training with workers."""
