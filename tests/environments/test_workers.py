@@ -193,10 +193,13 @@ def test_vllm_in_workers_converses_alike_with_one_and_with_two(place, tmp_path):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_over_ray_a_run_is_that_of_processes(place, tmp_path):
+    """With a quantised base: what is drawn over Ray with neither is compared in tests/training/test_pool_ray.py."""
     pytest.importorskip("ray")
     from benchmarks._nodes import ray_cluster
 
-    processes = train(place, tmp_path / "processes", rollout={"workers": 1})
+    quantised = {"quantization": "fp8"}
+    processes = train(place, tmp_path / "processes", rollout={"workers": 1} | quantised)
+    assert all(row["rollout/quantization_kl"] > 1e-5 for row in processes[2])
     with ray_cluster({"num_cpus": 2}) as cluster:
         over_ray = {"workers": 2, "executor": "ray", "ray_address": cluster.address}
-        require_same(processes, train(place, tmp_path / "ray", rollout=over_ray))
+        require_same(processes, train(place, tmp_path / "ray", rollout=over_ray | quantised))

@@ -113,7 +113,7 @@ def train(
             os.kill(trainer.step.engine._background.pool.workers[0].link._process.pid, signal.SIGKILL)
         return reward_tokens(completion_ids)
 
-    model = load_model(place / "model")
+    model = load_model(place / "model", **settings.pop("load", {}))
     model.name_or_path = str(place / "model")
     fixed: dict[str, Any] = {"max_completion_length": 64, "max_steps": 3, "prompts": SUMS, "noise": NOISE}
     fixed |= {"per_device_train_batch_size": 8, "engine": "fast", "rewards": [reward]}
