@@ -15,6 +15,7 @@ from perl.finetuning.sft import fine_tune
 from perl.models.few_bits import require_bitsandbytes, state_of
 from perl.models.folders import load_model
 from perl.training.grpo import train
+from tests.environments import working
 from tests.tiny import save_tiny
 from tests.trainers import SUMS, draw, make_trainer, move_adapter
 from tests.training import test_pool, test_resume
@@ -101,6 +102,18 @@ def test_a_run_is_the_same_with_workers_and_without_and_when_it_is_resumed(folde
     )
     assert steps == [3, 4]
     assert test_pool.same(alone, again)
+
+
+@pytest.mark.slow
+def test_so_it_is_with_conversations(tmp_path):
+    place = working.make_place(tmp_path)
+    settings = {"load": NF4, "max_steps": 2, "per_device_train_batch_size": 4}
+    alone, batches, _ = working.train(place, tmp_path / "alone", **settings)
+    pooled, others, logged = working.train(place, tmp_path / "pooled", rollout={"workers": 1}, **settings)
+    assert working.conversations_of(others) == working.conversations_of(batches)
+    assert test_pool.same(alone, pooled)
+    assert logged[0]["turns/mean"] > 1
+    assert all(row["rollout/engine_mismatch"] < 1e-4 for row in logged)
 
 
 @pytest.mark.parametrize("name", ["plain", "noise", "dropout", "ppo"])
