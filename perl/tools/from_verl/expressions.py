@@ -32,7 +32,6 @@ TOKEN = re.compile(r"\*\*|&&|\|\||<<|>>|[<>=!]=|\w+|\S", re.ASCII)
 SETS = re.compile(
     r"(?<!\w)([A-Za-z_]\w*+)(?:\[[^]]{0,1000}\])?\s*(?:\+\+|--|(?:<<|>>|\*\*|[-+*/%&|^])?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
-ONE_SET = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+])\2\s*|([-+*/%]?)=(.*))", re.DOTALL)
 
 
 @dataclass
@@ -48,20 +47,6 @@ class Undecided(Exception):
 def names_set(text: str) -> list[str]:
     """The variables that an expression sets."""
     return [match[1] or match[2] for match in SETS.finditer(text)]
-
-
-def assigned(text: str, read: Callable[[str], int]) -> tuple[str, int, int]:
-    """(name, its new value, the value of the whole) of an expression that sets one variable and does no more.
-
-    Raises:
-        ValueError: it is another one, or as `value_of`.
-    """
-    if (found := ONE_SET.fullmatch(text)) is None or len(names_set(text)) != 1:
-        raise ValueError(text)
-    name, step, sign, operand = found.groups()
-    before = read(name) if step or sign else 0
-    after = value_of(f"{before}{step or sign or '+'}({operand or 1})", read)
-    return name, after, before if step else after
 
 
 def value_of(text: str, read: Callable[[str], int]) -> int:

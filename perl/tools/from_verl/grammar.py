@@ -31,7 +31,7 @@ def tree_of(source: bytes, place: str) -> Node:
         root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
         edits = [*_placeholders(root, source)] or [edit for node in nodes_in(root) for edit in _edits(node, source)]
         if root.has_error:
-            edits = [edit for edit in edits if edit[2] in STAND_INS.values() or edit[2].startswith(b"'")]
+            edits = [it for it in edits if it[2] in STAND_INS.values() or it[2].startswith(b"'<")] or _rescues(source)
         bad = next((node for node in nodes_in(root) if node.type == "ERROR" or node.is_missing), None)
         if bad is not None and not edits:
             text = raw(bad).strip().splitlines() or ["something is missing"]
@@ -56,23 +56,49 @@ def _placeholders(root: Node, source: bytes) -> Iterator[Edit]:
             yield found.start(2), found.end(2), b"'" + found[2] + b"'"
 
 
+def _rescues(source: bytes) -> list[Edit]:
+    """What makes errors of the grammar: `# comment` between lines that go on, and [ -d / ]."""
+    found = re.finditer(rb"(?<=\s)(?:`#[^`\n]*`|/(?=\s*\]))", source)
+    return [(it.start(), it.end(), b"'/'" if it[0] == b"/" else b" ") for it in found]
+
+
 def _edits(node: Node, source: bytes) -> Iterator[Edit]:
     """(from, to, what stands there instead) where the grammar groups otherwise than bash."""
+    if (
+        node.type == "command_substitution" and source[node.end_byte - 1 : node.end_byte] == b"`"
+    ):  # ends a word before it
+        lead, _, inside = source[node.start_byte : node.end_byte - 1].partition(b"`")
+        escaped = rb"\\([$`\\\"])" if _outside(node) == "string" else rb"\\([$`\\])"
+        yield node.start_byte, node.end_byte, lead + b"$(" + re.sub(escaped, rb"\1", inside) + b")"
+    escape = re.compile(rb"\\([ -&(-\[\]-~])").match(source, node.end_byte)
+    is_value = node.type.endswith(("expansion", "substitution", "string"))
+    if is_value and escape and not _outside(node).endswith(("string", "expansion")):  # $A\] ends a word
+        yield node.end_byte, escape.end(), b"'" + escape[1] + b"'"
     plain = node.type == "$" and node.parent is not None and node.parent.type in ("concatenation", "command", "array")
     if plain and (name := re.compile(rb"[A-Za-z_]\w*|[\d@*#]").match(source, node.end_byte)):  # [a,$NAME
         yield node.start_byte, name.end(), b"${" + name[0] + b"}"
     if node.type == "ERROR" and node.text in STAND_INS and source[: node.start_byte][-1:] in (b"-", b"+", b"="):
         yield node.start_byte, node.end_byte, STAND_INS[node.text]
-    if node.type == "command":  # a line of several assignments, taken for the beginning of the command on the next
-        for (_, child), (gap, _) in itertools.pairwise(with_gaps(node)):
+    if node.type in ("command", "declaration_command"):
+        for (_, child), (gap, after) in itertools.pairwise(with_gaps(node)):
             if child.type == "variable_assignment" and "\n" in gap.replace("\\\n", ""):
-                yield child.end_byte, child.end_byte, b";"
+                yield child.end_byte, child.end_byte, b";"  # several on a line, taken for the beginning of the next
+            elif child.type == "variable_assignment" and gap.startswith("\\\n"):  # ends what it sets, or joins the next
+                joins = not gap.replace("\\\n", "")
+                yield child.end_byte, after.start_byte if joins else child.end_byte, b"" if joins else b" "
+                yield after.end_byte, after.end_byte, gap.encode() if joins else b""
     elif node.type == "heredoc_redirect":
         yield from _more_behind(node)
     elif node.type == "file_redirect" and len(files := node.children_by_field_name("destination")) > 1:
         # The command's words behind a redirection, taken for files; which file does not matter here.
         text = (node.text or b"")[: files[0].end_byte - node.start_byte]
         yield node.start_byte, files[0].end_byte, re.sub(rb"(\\\n)|[^\n]", lambda m: m[1] or b" ", text)
+
+
+def _outside(node: Node) -> str:
+    """What the word stands in that the node is a part of."""
+    parent = node.parent
+    return _outside(parent) if parent is not None and parent.type == "concatenation" else parent.type if parent else ""
 
 
 def _more_behind(heredoc: Node) -> Iterator[Edit]:

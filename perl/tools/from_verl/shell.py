@@ -27,7 +27,7 @@ from typing import NoReturn
 from tree_sitter import Node
 
 from perl.base.errors import UserError, nearest
-from perl.tools.from_verl.expressions import Undecided, assigned, condition, integer, names_set, value_of
+from perl.tools.from_verl.expressions import Undecided, condition, integer, names_set, value_of
 from perl.tools.from_verl.grammar import grouped, nodes_in, raw, tree_of, with_gaps
 from perl.tools.from_verl.state import (
     ARGUMENTS,
@@ -49,7 +49,7 @@ OTHER_PROGRAMS = re.compile(r"^(verl|recipe)[./].*(trainer|main_)")
 LOOKS_LIKE_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=")
 NAME_AND_VALUE = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
-SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let")
 SEPARATORS = " \t\n"
 """IFS, at first."""
 PRINTS = ("echo", "printf", ":")
@@ -210,8 +210,9 @@ def _declaration(script: Script, node: Node) -> None:
     exports = node.children[0].type == "export" or "x" in options
     frame = next((frame for frame in reversed(script.frames) if frame.kind == "function"), None)
     is_local = node.children[0].type in LOCAL and frame is not None and "g" not in options
-    if node.children[0].type in LOCAL and "n" in options:
-        raise UserError(f"{script.at(node)}: {raw(node)}: another name of a variable is not followed; write it out")
+    if set(options) & set("nilu"):
+        why = "another name of a variable, or one that changes what is assigned to it, is not followed"
+        raise UserError(f"{script.at(node)}: {raw(node)}: {why}; write it out")
     for child in node.named_children:
         if child.type in ("variable_assignment", "variable_name"):
             name, value = raw(child).partition("=")[0].partition("[")[0].removesuffix("+"), None
@@ -224,14 +225,10 @@ def _declaration(script: Script, node: Node) -> None:
             continue
         if is_local and frame is not None:
             _make_local(script, frame, name)
-        if set(options) & set("ilu"):
-            script.changing[name] = Unknown(f"{script.at(node)}: {raw(node)}: changes what is assigned", name)
         follow(script, child)
         if value is not None:
             script.store(name, value)
-        if exports and "n" in options and script.doubt is None:
-            script.exported.pop(name, None)
-        elif exports and (script.doubt is None or name not in script.exported):
+        if exports and (script.doubt is None or name not in script.exported):
             script.exported[name] = script.doubt
 
 
@@ -248,7 +245,9 @@ def _make_local(script: Script, frame: Frame, name: str) -> None:
 
 def _assign(script: Script, node: Node) -> None:
     """NAME=value, NAME+=value, NAME=(words)."""
-    target, value = node.children[0], node.children[2] if len(node.children) > 2 else None
+    target, value, behind = node.children[0], node.children[2] if len(node.children) > 2 else None, node.next_sibling
+    if behind is not None and behind.is_named and behind.start_byte == node.end_byte:
+        raise UserError(f"{script.at(node)}: {raw(node)}: where its value ends is not understood; put it in quotes")
     name, first = raw(target).partition("[")[0], len(script.unknowns)
     is_by_index = target.type == "subscript"
     if value is not None and value.type == "array":
@@ -403,18 +402,17 @@ def _list(script: Script, node: Node) -> None:
 
 def _function(script: Script, node: Node) -> None:
     name, body = raw(node.named_children[0]), node.child_by_field_name("body") or node.named_children[-1]
-    if script.doubt is not None and script.functions.get(name) != body:
-        raise UserError(f"{script.doubt}; which functions there are depends on it")
-    script.functions[name] = body
+    if script.functions.get(name) != body:
+        script.functions[name] = script.doubt or body
 
 
 def _unset(script: Script, node: Node) -> None:
     texts = ["".join(text_of(script, it) for it in nodes) for nodes in grouped(node)]
+    if "-f" in texts:
+        raise UserError(f"{script.at(node)}: {raw(node)}: not followed; take the line out of the script")
     for name, bracket, _ in (text.partition("[") for text in texts if not text.startswith("-")):
         if script.reasons_in(name):
-            raise UserError(f"{script.at(node)}: {raw(node)}: which variable that is only a run shows; write its name")
-        if "-f" in texts:
-            script.functions.pop(name, None)
+            _not_read(script, node, raw(node))
             continue
         why = f"single elements of the array {name} are removed"
         script.store(name, script.unknown(node, why, name) if bracket else None)
@@ -425,11 +423,8 @@ def _unset(script: Script, node: Node) -> None:
 def _command(script: Script, node: Node) -> None:
     prefix = _prefix(script, node)
     words = _words_of_command(script, node)
-    if words in (["{"], ["}"]):
-        script.notes[f"{script.at(node)}: a stray {words[0]} is left out"] = None
-        script.variables |= prefix
-    elif words:
-        only_read = _is_function(script, node, words) or words[0] in PRINTS
+    if words:
+        only_read = _is_function(script, node, words) or words[0] in (*PRINTS, "eval")
         if only_read or not _note_launch(script, node, prefix, words):
             _builtin(script, node, prefix, words)
 
@@ -488,11 +483,11 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
     elif name in ENDED_BY:
         _end(script, node, name, integer(arguments[0]) if arguments and WHOLE.fullmatch(arguments[0]) else None)
     elif name in ("cd", "pushd", "popd"):
-        _go_to(script, node, name, arguments)
+        _go_to(script, node, arguments if name == "cd" else ["-"])
     elif name == "set":
         _set(script, arguments)
-    elif name == "shopt":
-        script.ignores_case = script.ignores_case or "nocasematch" in arguments
+    elif name == "shopt" and "nocasematch" in arguments:
+        raise UserError(f"{script.at(node)}: {' '.join(words)}: not followed; write each pattern out")
     elif name == "shift" and isinstance(now := script.value(ARGUMENTS), list) and now:
         count = arguments[0] if arguments else "1"
         why = f"{script.at(node)}: how many arguments are left is only known to a run"
@@ -504,38 +499,23 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         )
     elif name in ("source", ".", "eval"):
         _not_read(script, node, " ".join(words if name == "eval" else arguments[:1]))
-    elif name in SETS_VARIABLES:
-        for variable in filter(re.compile(r"[A-Za-z_]\w*").fullmatch, _names_set_by(name, arguments)):
+    elif name in SETS_VARIABLES or words[:2] == ["printf", "-v"]:
+        text = " ".join(arguments)
+        named = names_set(text) if name == "let" else re.findall(r"(?<!\S)[A-Za-z_]\w*(?=[\[\s]|$)", text)
+        for variable in (*named, "REPLY", "MAPFILE", "OPTARG", "OPTIND"):
             script.store(variable, script.unknown(node, f"{name} sets {variable}", variable))
-        script.used |= {it for it in script.settings if name == "getopts" and WHOLE.fullmatch(it)}
 
 
 def _set(script: Script, arguments: list[str]) -> None:
     """set: options, and after them the arguments."""
     at = 0
     while at < len(arguments) and re.match(r"[-+]\w", arguments[at]):
-        if "a" in arguments[at]:
+        takes_name = arguments[at].endswith("o")
+        if "a" in arguments[at] or (takes_name and arguments[at + 1 : at + 2] == ["allexport"]):
             script.exports_all = arguments[at].startswith("-")
-        at += 2 if arguments[at].endswith("o") else 1
+        at += 1 + takes_name
     if (rest := arguments[at:]) not in ([], ["-"]):
         script.store(ARGUMENTS, rest[1:] if rest[0] in ("--", "-") else rest)
-
-
-def _names_set_by(name: str, arguments: list[str]) -> list[str]:
-    """The variables that read, mapfile, getopts, let or printf sets."""
-    if name == "getopts":
-        return [*arguments[1:2], "OPTARG", "OPTIND"]
-    if name == "printf":
-        return arguments[1:2] if arguments[:1] == ["-v"] else []
-    if name == "let":
-        return names_set(" ".join(arguments))
-    names, words = [], iter(arguments)
-    for word in words:
-        if re.fullmatch(r"-\w*[dinNptu]" if name == "read" else "-[dnOsuCc]", word):
-            next(words, "")
-        elif not word.startswith("-"):
-            names.append(word.partition("[")[0])
-    return names or ["REPLY", "MAPFILE"]
 
 
 def _not_read(script: Script, node: Node, text: str) -> None:
@@ -557,19 +537,11 @@ def _end(script: Script, node: Node, word: str, status: int | None) -> NoReturn:
     raise End(script.at(node), word, status)
 
 
-def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
-    """cd: the folder that $PWD and relative paths mean from then on."""
-    words = [word for word in arguments if word not in ("--", "-L", "-P")]
-    home = script.variables.get("HOME", "")
-    folder = words[0] if words else home if name == "cd" and isinstance(home, str) else ""
-    known = (
-        folder
-        and not script.reasons_in(folder)
-        and len(words) <= 1
-        and name != "popd"
-        and not re.match(r"[-+]|.*[*?\[]", folder)
-    )
-    script.store("PWD", _joined(script, folder) if known else script.unknown(node, name="PWD"))
+def _go_to(script: Script, node: Node, arguments: list[str]) -> None:
+    """cd: the folder that $PWD and relative paths mean from then on; "-" is another."""
+    words = [word for word in arguments if word not in ("--", "-L", "-P")] or as_list(script.variables.get("HOME"))
+    known = len(words) == 1 and re.match(r"(?![-+]|.*[*?\[]).", words[0]) and not script.reasons_in(words[0])
+    script.store("PWD", _joined(script, words[0]) if known else script.unknown(node, name="PWD"))
 
 
 def _joined(script: Script, path: str) -> str:
@@ -587,6 +559,8 @@ def _call(
     if any(frame.function == name for frame in script.frames):
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
     body, succeeds = script.functions[name], None
+    if isinstance(body, Unknown):
+        raise UserError(f"{body}; whether {script.at(node)} calls a function depends on it")
     script.spend(STEP + body.end_byte - body.start_byte)
     with _kept(script, {ARGUMENTS, *prefix}) as kept, _within(script, "function", function=name) as frame:
         frame.kept = kept
@@ -871,13 +845,13 @@ def pattern_of(script: Script, node: Node) -> str:
 
 def _matches(script: Script, text: str, pattern: str) -> bool:
     script.spend(len(text) + 20 * len(pattern))  # a pattern is compiled
-    if script.ignores_case or len(pattern) > LONGEST_PATTERN or re.search(r"\[[^]]*\[[:.=]", pattern):
+    if len(pattern) > LONGEST_PATTERN or re.search(r"\[[^]]*\[[:.=]", pattern):
         raise Undecided
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
 def _computed(script: Script, node: Node) -> int:
-    """The value of ((…)) or $((…)). What it sets is unknown, where it does more than that.
+    """The value of ((…)) or $((…)). What it sets is unknown.
 
     Raises:
         Undecided: it is unknown, or no number.
@@ -887,31 +861,21 @@ def _computed(script: Script, node: Node) -> int:
     script.spend(STEP + len(text))
 
     def read(name: str) -> int:
-        return _number(script, _value(script, node, name))
+        value = "".join(_value(script, node, name))
+        if unknowns := script.unknowns_in(value):
+            raise Undecided(unknowns[0].name)
+        return integer(value)
 
     try:
-        if len(text) > LONGEST_PATTERN:
+        if len(text) > LONGEST_PATTERN or names_set(text):
             raise Undecided
         if unknowns := script.unknowns_in(text):
             raise Undecided(unknowns[0].name)
-        if not names_set(text):
-            return value_of(text, read)
-        name, after, value = assigned(text, read)
-        script.store(name, str(after))
-        return value
+        return value_of(text, read)
     except (ValueError, Undecided) as error:
         for name in names_set(text):
             script.store(name, script.unknown(node, f"{raw(node)}: what arithmetic sets is not followed", name))
         raise Undecided(error.name if isinstance(error, Undecided) else "") from error
-
-
-def _number(script: Script, value: str | list[str]) -> int:
-    """A value as a number in arithmetic."""
-    if isinstance(value, list):
-        raise Undecided
-    if unknowns := script.unknowns_in(value):
-        raise Undecided(unknowns[0].name)
-    return integer(value)
 
 
 def _sum(script: Script, node: Node) -> str:
@@ -958,12 +922,9 @@ def _split(script: Script, node: Node, texts: list[str]) -> list[str]:
     value, separators = " ".join(texts), script.variables.get("IFS", SEPARATORS)
     if separators == SEPARATORS:
         return re.split("[ \t\n]+", value)
-    if isinstance(separators, str) and not UNKNOWN.search(separators) and len(texts) < 2:
-        if not set(value) & set(separators):
-            return texts
-        words = re.split(f"[{re.escape(separators)}]", value)
-        if not re.search(r"\s", separators) and "" not in words and not UNKNOWN.search(value):
-            return words
+    is_whole = isinstance(separators, str) and not UNKNOWN.search(separators) and not set(value) & set(separators)
+    if is_whole and len(texts) < 2:
+        return texts
     why = f"{script.at(node)}: the script sets IFS, at which {raw(node)} is split"
     return [script.mark(Unknown(why, is_array=True))]
 
@@ -1011,13 +972,15 @@ what the script has outside of quotes; SPLIT, a value outside of quotes."""
 def _parts(script: Script, node: Node, how: str) -> Iterator[Piece]:
     """What a node becomes in "words", which are split, in a "text", which is not, or in "quotes"."""
     kind, text = node.type, raw(node)
+    if how != "words" and kind.endswith(("expansion", "substitution")):
+        yield [text[: len(text) - len(text.lstrip())]], QUOTED  # white space before it, a part of it in the grammar
     if kind == "raw_string" and how != "quotes":
         yield [text[1:-1]], QUOTED
     elif kind == "string":
         yield from _string_parts(script, node)
     elif kind in ("concatenation", "command_name"):
         for gap, child in with_gaps(node):
-            yield from _literal(gap, how)
+            yield from _literal(script, node, gap, how)
             yield from _parts(script, child, how)
     elif kind in ("simple_expansion", "expansion"):
         yield from _expanded(script, node, how)
@@ -1029,23 +992,25 @@ def _parts(script: Script, node: Node, how: str) -> Iterator[Piece]:
         yield [re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t"}.get(m[1], m[1]), text[2:-1])], QUOTED
     elif kind in ("process_substitution", "ansi_c_string", "translated_string"):
         yield [script.unknown(node)], QUOTED
-    elif kind == "raw_string" and re.search("[$`]", text):
+    elif kind == "raw_string" and re.search(r'[$`"\\]', text):
         yield [script.unknown(node)], QUOTED  # in "${NAME:-'$A'}" its quotes do not quote
     else:
         before = re.match(r"([A-Za-z_]\w*=)?~(?=/|$)" if how == "words" else "()~(?=/|$)", text)
         if before and how != "quotes" and _begins_a_word(node) and isinstance(home := script.value("HOME"), str):
             yield [(before[1] or "") + home], QUOTED
             text = text[before.end() :]
-        yield from _literal(text, how)
+        yield from _literal(script, node, text, how)
 
 
-def _literal(text: str, how: str) -> Iterator[Piece]:
-    if how == "quotes":
-        yield [re.sub(r'\\([\\$"`}\n])', lambda m: m[1].strip("\n"), text)], QUOTED
-        return
+def _literal(script: Script, node: Node, text: str, how: str) -> Iterator[Piece]:
+    """What the script has as it is; unknown where the grammar did not see an expansion or an escape in it."""
+    escapes = '\\$"`' if node.type == "string" else '\\$"`}'
     for plain, escaped in re.findall(r"([^\\]+)|\\(.?)", text, re.DOTALL):
-        if plain or escaped != "\n":
-            yield [plain or escaped or "\\"], LITERAL if plain else QUOTED
+        if re.search(r"`|\$[\w{(@*#?!$-]", plain) or not (plain or escaped):
+            yield [script.unknown(node)], LITERAL
+        elif plain or escaped != "\n":
+            kept = "\\" if how == "quotes" and not plain and escaped not in escapes else ""
+            yield [plain or kept + escaped], LITERAL if plain and how != "quotes" else QUOTED
 
 
 def _begins_a_word(node: Node) -> bool:
@@ -1055,15 +1020,15 @@ def _begins_a_word(node: Node) -> bool:
 
 
 def _string_parts(script: Script, node: Node) -> Iterator[Piece]:
-    parts: list[Piece] = []
+    parts, text = list[Piece](), ""
     for gap, child in with_gaps(node):
-        parts.append(([gap], QUOTED))
-        if child.type in ("string_content", "$"):
-            parts.append(([re.sub(r'\\([\\$"`\n])', lambda m: m[1].strip("\n"), raw(child))], QUOTED))
-        elif child.type == '"':
-            parts.append(([raw(child)[:-1]], QUOTED))  # the grammar takes white space before it as a part of it
+        text += gap
+        if child.type in ("string_content", "$", '"'):
+            text += raw(child)[: -1 if child.type == '"' else None]  # white space before a quote is a part of it
         else:
-            parts += _parts(script, child, "quotes")
+            parts += [*_literal(script, node, text, "quotes"), *_parts(script, child, "quotes")]
+            text = ""
+    parts += _literal(script, node, text, "quotes")
     array_alone = any(kind == ARRAY for _, kind in parts) and not any("".join(p) for p, kind in parts if kind != ARRAY)
     if not array_alone:
         yield [""], QUOTED  # "" is a word; "$@" without arguments is none
@@ -1072,12 +1037,10 @@ def _string_parts(script: Script, node: Node) -> Iterator[Piece]:
 
 def _expanded(script: Script, node: Node, how: str) -> Iterator[Piece]:
     """$NAME, ${NAME…}."""
-    lead, _, name = raw(node).partition("$")
-    if lead and how != "words":
-        yield [lead], QUOTED
+    name = raw(node).partition("$")[2]
     children = node.children[1:-1]
     if node.type == "simple_expansion" and name[:1].isspace():  # "5$ a"
-        yield [script.unknown(node) if "$" in name else f"${name}"], QUOTED
+        yield [script.unknown(node)], QUOTED
     elif node.type == "simple_expansion" and name[1:] and name[0].isdigit():  # $10 is ${1}0
         yield from _valued(script, node, _value(script, node, name[0]), how)
         yield [name[1:]], QUOTED
@@ -1096,12 +1059,9 @@ def _valued(script: Script, node: Node, value: str | list[str], how: str) -> Ite
     elif isinstance(value, str):
         yield [value], QUOTED
     elif ALL_IN_ONE.match(text):
-        separators = script.variables.get("IFS", SEPARATORS)
         why = f"the script sets IFS, which stands between the words of {text}"
-        if not isinstance(separators, str) or UNKNOWN.search(separators):
-            yield [script.unknown(node, why)], QUOTED
-        else:
-            yield [separators[:1].join(value)], QUOTED
+        is_usual = script.variables.get("IFS", SEPARATORS) == SEPARATORS
+        yield [" ".join(value) if is_usual else script.unknown(node, why)], QUOTED
     else:
         yield value, ARRAY
 
@@ -1128,8 +1088,6 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
 def _braced(script: Script, node: Node) -> str | list[str]:
     """${NAME}, ${NAME[@]}, ${#NAME}, ${NAME#pattern}, ${NAME/pattern/text}, ${NAME^^}."""
     children = node.children[1:-1]
-    if [raw(child) for child in children] == ["#"]:
-        return _value(script, node, "#")
     length = len(children) > 1 and children[0].type == "#"
     if length:
         children = children[1:]
@@ -1144,7 +1102,7 @@ def _braced(script: Script, node: Node) -> str | list[str]:
         return _slice(script, node, value, rest, first=int(name in ("@", "*")))
     if isinstance(value, list) or not sign:
         return script.unknown(node) if sign else value
-    operand = "".join(text_of(script, child) for child in rest[1:] if child.is_named)
+    operand = "".join(text_of(script, child) for child in rest[1:] if child.is_named and sign[0] in "#%")
     if script.reasons_in(value + operand):
         return value + operand
     try:
@@ -1189,16 +1147,18 @@ DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 def _or_default(script: Script, node: Node, target: Node, sign: str, rest: list[Node], how: str) -> Iterator[Piece]:
     """${NAME:-text} and its kin; the quotes in the text are the script's."""
     name, value = raw(target), _looked_up(script, target, default=True)
-    is_set = bool(value) or (not sign.startswith(":") and script.variables.get(name) not in (None, []))
-    if WHOLE.fullmatch(name) and name != "0" and not sign.startswith(":"):
-        is_set = is_set or int(name) <= len(script.value(ARGUMENTS) or [])
+    now = script.variables.get(name)
+    if WHOLE.fullmatch(name) and name != "0":
+        now = as_list(script.value(ARGUMENTS))[int(name) - 1 : int(name)]
+    is_set = bool(value) or (not sign.startswith(":") and now not in (None, []))
     if sign.endswith("+") and is_set and not UNKNOWN.sub("", "".join(value)) and script.unknowns_in("".join(value)):
         yield from _valued(script, node, script.unknown(node, name=name), how)
     elif is_set != sign.endswith("+"):
         yield from _valued(script, node, value if is_set else value[:0], how)
     else:
         first = len(script.unknowns)
-        parts = [part for child in rest if child.is_named for part in _parts(script, child, how)]
+        words = [(gap, child) for gap, child in with_gaps(node) if child.is_named and child in rest]
+        parts = [it for gap, child in words for it in (*_literal(script, node, gap, how), *_parts(script, child, how))]
         script.name_unknowns(first, name)
         if sign.endswith("?"):
             why = f"the variable {name} is not set: {_joined_parts(parts)}"
@@ -1230,10 +1190,6 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
     return None
 
 
-def _folder(path: str) -> str:
-    return os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")
-
-
 def _name(path: str, ending: str = "") -> str:
     name = os.path.basename(path.rstrip("/")) or path[:1]
     return name if name == ending else name.removesuffix(ending)
@@ -1242,7 +1198,7 @@ def _name(path: str, ending: str = "") -> str:
 PURE: dict[str, Callable[..., str]] = {
     "pwd": lambda script: _joined(script, "."),
     "basename": lambda script, path, *ending: _name(path, *ending),
-    "dirname": lambda script, path: _folder(path),
+    "dirname": lambda script, path: os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else "."),
     "realpath": lambda script, path: os.path.realpath(_joined(script, path)),
     "echo": lambda script, *words: " ".join(words),
 }
@@ -1250,7 +1206,7 @@ PURE: dict[str, Callable[..., str]] = {
 
 
 def _output_of(script: Script, node: Node) -> str:
-    if re.match(r"\$\(\(.*\)\)$", raw(node), re.DOTALL):
+    if re.fullmatch(r"\s*\$\(\(.*\)\)", raw(node), re.DOTALL):
         return _sum(script, node)  # in ${NAME:-…} the grammar takes it for a subshell
     inside = [child for child in node.named_children if child.type != "comment"]
     commands = [_words_of_command(script, it) for it in _commands_in(inside[0])] if len(inside) == 1 else []

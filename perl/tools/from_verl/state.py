@@ -85,15 +85,14 @@ class Script:
     """ARGUMENTS too."""
     environment: Set[str] = frozenset()
     """Names of the variables that come from the environment, which programs see."""
-    ignores_case: bool = False
-    """After `shopt -s nocasematch`: no pattern is followed."""
     sources: bool = False
     """After what may set any variable, and is not read."""
     exports_all: bool = False
     """After `set -a`."""
     exported: dict[str, Unknown | None] = field(default_factory=dict)
     """Names of variables that programs see, and why only a run decides whether they do."""
-    functions: dict[str, Node] = field(default_factory=dict)
+    functions: dict[str, Node | Unknown] = field(default_factory=dict)
+    """The bodies; or why only a run decides whether there is one."""
     unknowns: list[Unknown] = field(default_factory=list)
     settings: Mapping[str, str] = field(default_factory=dict)
     """Variables that the user sets (--set): as if they were inherited, and in place of what only a run shows."""
@@ -101,8 +100,6 @@ class Script:
     """Names of the settings that the script has read."""
     inherited: set[str] = field(default_factory=set)
     """Names that the script reads before it sets them."""
-    changing: dict[str, Unknown] = field(default_factory=dict)
-    """Variables that change what is assigned to them (declare -i, -l, -u)."""
     launches: list[Launch] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     """What was put right, one line each."""
@@ -165,8 +162,6 @@ class Script:
         """Set a variable, or unset it. In doubt, another value than it has is unknown; what is unknown gives way to
         what the user has set."""
         value = self.counted(value) if isinstance(value, list) else value
-        if name in self.changing and value and not (isinstance(value, str) and WHOLE.fullmatch(value)):
-            value = self.mark(self.changing[name])
         now, doubt = self.variables.get(name), self.doubt
         if doubt is not None and value != now:
             own = "" if name == ARGUMENTS else name
