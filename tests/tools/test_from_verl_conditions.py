@@ -582,8 +582,8 @@ WORDS = [
     ("cat <<EOF | T d.y=1\nY=3\nEOF", ["d.y=1"]),
     ("A[0]=1 echo hi; gpus[0]=1 T d.y=1", ["d.y=1"]),
     (
-        'A=q; T d.a="$A $(echo b)" d.b=" $(echo b) $((1))" "d.c= `echo c`  $A" d.d="${X:- $A}"',
-        ["d.a=q b", "d.b= b 1", "d.c= c  q", "d.d= q"],
+        'A=q; X="$A\\ $A \\ $(echo b)"; T "d.e=$X" d.a="$A $(echo b)" d.b=" $(echo b) $((1))" d.d="${Y:- $A}"',
+        ["d.e=q\\ q \\ b", "d.a=q b", "d.b= b 1", "d.d= q"],
     ),
     (
         'A=q; export V=\\[$A\\] W=$A\\,$A U="a"\\[\\]b; T d.v=$V d.w=$W d.u=$U d.l=[\\"$A\\"\\,\\\'$A\\\']',
@@ -595,6 +595,10 @@ WORDS = [
     ("A=2; V=1; export W=$A\\\n,b Z=3; V=$A\\\n,c; T d.v=$V d.w=$W d.z=$Z", ["d.v=2,c", "d.w=2,b", "d.z=3"]),
     ("A=2; V=1\nV=$A\\\n W=3\nT d.v=$V d.w=$W", ["d.v=2", "d.w=3"]),
     ("T d.c=$HOME\\ b d.d=[$HOME\\,1] d.e=${HOME}\\$X", ["d.c=/home/user b", "d.d=[/home/user,1]", "d.e=/home/user$X"]),
+    (
+        'V=\\ ${HOME}x; A=(\\ y b); T d.v="$V" d.a="${A[*]}" \\ z d.b=\\\n\\ ""1',
+        ["d.v= /home/userx", "d.a= y b", " z", "d.b= 1"],
+    ),
     ('T d.a=run_$$ d.b="run_$$" d.c=\\${d.x} "d.e=\\${d.x}\\}"', ["?", "?", "d.c=${d.x}", "d.e=${d.x}\\}"]),
     ('set -- d.a=1; T d.a=${X:-`pwd`/x} d.b="${X:-`pwd`}" ${X:-$@} d.c="${X:-$#}"', ["?", "?", "?", "?"]),
     ('A="d.a=1 \\\n d.b=$HOME\\\n"; T $A d.c="$HOME\\\n"', ["d.a=1", "d.b=/home/user", "d.c=/home/user"]),

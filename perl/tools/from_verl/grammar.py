@@ -64,16 +64,20 @@ def _rescues(source: bytes) -> list[Edit]:
 
 def _edits(node: Node, source: bytes) -> Iterator[Edit]:
     """(from, to, what stands there instead) where the grammar groups otherwise than bash."""
-    if (
-        node.type == "command_substitution" and source[node.end_byte - 1 : node.end_byte] == b"`"
-    ):  # ends a word before it
+    ends_in_tick = source[node.end_byte - 1 : node.end_byte] == b"`"
+    if ends_in_tick and node.type == "command_substitution":  # `…` ends a word before it
         lead, _, inside = source[node.start_byte : node.end_byte - 1].partition(b"`")
         escaped = rb"\\([$`\\\"])" if _outside(node) == "string" else rb"\\([$`\\])"
         yield node.start_byte, node.end_byte, lead + b"$(" + re.sub(escaped, rb"\1", inside) + b")"
-    escape = re.compile(rb"\\([ -&(-\[\]-~])").match(source, node.end_byte)
+    start, before = node.start_byte - 2, node.prev_sibling
+    begins = before is not None and before.end_byte <= start and source[start : start + 2] == b"\\ " and node.is_named
     is_value = node.type.endswith(("expansion", "substitution", "string"))
-    if is_value and escape and not _outside(node).endswith(("string", "expansion")):  # $A\] ends a word
-        yield node.end_byte, escape.end(), b"'" + escape[1] + b"'"
+    escape = re.compile(rb"\\([ -&(-\[\]-~])").match(source, node.end_byte) if is_value else None
+    if (escape or begins) and not _outside(node).endswith(("string", "expansion")):
+        if escape:  # $A\] ends a word
+            yield node.end_byte, escape.end(), b"'" + escape[1] + b"'"
+        if begins:  # of a word that begins with it, \ and a space are lost
+            yield start, start + 2, b"' '"
     plain = node.type == "$" and node.parent is not None and node.parent.type in ("concatenation", "command", "array")
     if plain and (name := re.compile(rb"[A-Za-z_]\w*|[\d@*#]").match(source, node.end_byte)):  # [a,$NAME
         yield node.start_byte, name.end(), b"${" + name[0] + b"}"
