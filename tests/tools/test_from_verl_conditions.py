@@ -342,6 +342,7 @@ def test_a_break_outside_of_a_loop_is_one_line(word, lines):
         ("declare -i Y; Y=2+3", "run.sh:1: declare -i Y: another name of a variable, or one that changes what is"),
         ("f() { Y=1; }; unset -f f", "run.sh:1: unset -f f: not followed; take the line out of the script"),
         ("V=#$PWD", "run.sh:1: V=#: where its value ends is not understood; put it in quotes"),
+        ("V=\\\n /x", "run.sh:1: V=\\ /x: where its value ends is not understood; put it in quotes"),
         ("shopt -s nocasematch", "run.sh:1: shopt -s nocasematch: not followed; write each pattern out"),
         ("return 0", "run.sh:1: return stands in no function; take the line out of the script"),
     ],
@@ -594,6 +595,10 @@ WORDS = [
     ("export V=/c/`whoami`/$HOME; V=1; V=/c/`whoami`; T d.v=$V", ["?"]),
     ("A=2; V=1; export W=$A\\\n,b Z=3; V=$A\\\n,c; T d.v=$V d.w=$W d.z=$Z", ["d.v=2,c", "d.w=2,b", "d.z=3"]),
     ("A=2; V=1\nV=$A\\\n W=3\nT d.v=$V d.w=$W", ["d.v=2", "d.w=3"]),
+    (
+        'A=q; V=~$A W=~/$A; T d.v=$V d.w=$W d.x=~ d.y="$A\\\n$(echo b)"',
+        ["d.v=~q", "d.w=/home/user/q", "d.x=~", "d.y=qb"],
+    ),
     ("T d.c=$HOME\\ b d.d=[$HOME\\,1] d.e=${HOME}\\$X", ["d.c=/home/user b", "d.d=[/home/user,1]", "d.e=/home/user$X"]),
     (
         'V=\\ ${HOME}x; A=(\\ y b); T d.v="$V" d.a="${A[*]}" \\ z d.b=\\\n\\ ""1',

@@ -49,7 +49,6 @@ OTHER_PROGRAMS = re.compile(r"^(verl|recipe)[./].*(trainer|main_)")
 LOOKS_LIKE_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=")
 NAME_AND_VALUE = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
-SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let")
 SEPARATORS = " \t\n"
 """IFS, at first."""
 PRINTS = ("echo", "printf", ":")
@@ -147,9 +146,9 @@ def follow(script: Script, *nodes: Node) -> None:
 
 def _one(script: Script, node: Node) -> None:
     script.spend(STEP + node.end_byte - node.start_byte)
-    if node.children and node.children[0].type == "((":
+    if node.type == "list" or (node.children and node.children[0].type == "(("):
         with contextlib.suppress(Undecided):
-            _computed(script, node)
+            holds(script, node)
     elif (kind := STATEMENTS.get(node.type)) is not None:
         kind(script, node)
 
@@ -246,7 +245,8 @@ def _make_local(script: Script, frame: Frame, name: str) -> None:
 def _assign(script: Script, node: Node) -> None:
     """NAME=value, NAME+=value, NAME=(words)."""
     target, value, behind = node.children[0], node.children[2] if len(node.children) > 2 else None, node.next_sibling
-    if behind is not None and behind.is_named and behind.start_byte == node.end_byte:
+    is_torn = behind is not None and behind.is_named and behind.start_byte == node.end_byte
+    if is_torn or any(gap.replace("\\\n", "") for gap, _ in with_gaps(node)):
         raise UserError(f"{script.at(node)}: {raw(node)}: where its value ends is not understood; put it in quotes")
     name, first = raw(target).partition("[")[0], len(script.unknowns)
     is_by_index = target.type == "subscript"
@@ -394,12 +394,6 @@ def _repeat(script: Script, node: Node) -> None:
             follow(script, *head)
 
 
-def _list(script: Script, node: Node) -> None:
-    """`a && b`, `a || b`."""
-    with contextlib.suppress(Undecided):
-        holds(script, node)
-
-
 def _function(script: Script, node: Node) -> None:
     name, body = raw(node.named_children[0]), node.child_by_field_name("body") or node.named_children[-1]
     if script.functions.get(name) != body:
@@ -499,7 +493,7 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         )
     elif name in ("source", ".", "eval"):
         _not_read(script, node, " ".join(words if name == "eval" else arguments[:1]))
-    elif name in SETS_VARIABLES or words[:2] == ["printf", "-v"]:
+    elif name in ("read", "mapfile", "readarray", "getopts", "let") or words[:2] == ["printf", "-v"]:
         text = " ".join(arguments)
         named = names_set(text) if name == "let" else re.findall(r"(?<!\S)[A-Za-z_]\w*(?=[\[\s]|$)", text)
         for variable in (*named, "REPLY", "MAPFILE", "OPTARG", "OPTIND"):
@@ -632,7 +626,6 @@ STATEMENTS = {
     "for_statement": _for,
     "c_style_for_statement": _repeat,
     "while_statement": _while,
-    "list": _list,
     "function_definition": _function,
     "unset_command": _unset,
     "command": _command,
@@ -973,7 +966,10 @@ def _parts(script: Script, node: Node, how: str) -> Iterator[Piece]:
     """What a node becomes in "words", which are split, in a "text", which is not, or in "quotes"."""
     kind, text = node.type, raw(node)
     if how != "words" and kind.endswith(("expansion", "substitution")):
-        yield [re.split("[$`]", text)[0]], QUOTED  # white space before it, a part of it in the grammar
+        yield (
+            [re.split("[$`]", text)[0].replace("\\\n", "")],
+            QUOTED,
+        )  # white space before it, a part of it in the grammar
     if kind == "raw_string" and how != "quotes":
         yield [text[1:-1]], QUOTED
     elif kind == "string":
@@ -1016,7 +1012,9 @@ def _literal(script: Script, node: Node, text: str, how: str) -> Iterator[Piece]
 def _begins_a_word(node: Node) -> bool:
     """Whether ~ in front of it is the home folder."""
     parent = node.parent
-    return parent is None or parent.type != "concatenation" or parent.start_byte == node.start_byte
+    if parent is None or parent.type != "concatenation":
+        return True
+    return parent.start_byte == node.start_byte and (parent.end_byte == node.end_byte or not raw(node).endswith("~"))
 
 
 def _string_parts(script: Script, node: Node) -> Iterator[Piece]:
