@@ -966,10 +966,8 @@ def _parts(script: Script, node: Node, how: str) -> Iterator[Piece]:
     """What a node becomes in "words", which are split, in a "text", which is not, or in "quotes"."""
     kind, text = node.type, raw(node)
     if how != "words" and kind.endswith(("expansion", "substitution")):
-        yield (
-            [re.split("[$`]", text)[0].replace("\\\n", "")],
-            QUOTED,
-        )  # white space before it, a part of it in the grammar
+        # The grammar takes white space before it as a part of it.
+        yield [re.split("[$`]", text)[0].replace("\\\n", "")], QUOTED
     if kind == "raw_string" and how != "quotes":
         yield [text[1:-1]], QUOTED
     elif kind == "string":
