@@ -1,9 +1,10 @@
 """Workers that draw while the trainer trains, beside the same run without them.
 
-    python -m benchmarks.pool [--steps 8] [--completion 192] [--sides "ddp;lag 1"]
+    python -m benchmarks.pool [--steps 8] [--rows 64] [--completion 192] [--sides "ddp;lag 1"]
 
 Five runs of perl.train, one after another, of the same rows a step: a model of 12 million random weights with the
-quickstart's tokenizer, whose completions end at random (geometric lengths, a long tail). One thread a process:
+quickstart's tokenizer, whose completions end at random (geometric lengths, 480 tokens in the mean, cut at --completion:
+192 leaves hardly a tail, `--rows 32 --completion 768` a long one). One thread a process:
 
     alone      one process, beside a second one of the same, so that both cores are at work: the rollout and the update
                that a step is made of
