@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """A lost node is noticed within seconds."""
 STORE_BYTES = 80_000_000
@@ -47,16 +49,23 @@ def raylet(node: Any) -> int:
     return node.all_processes["raylet"][0].process.pid
 
 
+def children(pid: int) -> list[int]:
+    """Direct children of a process; none where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
+
+
 def workers_below(roots: Iterable[int]) -> list[int]:
     """Worker processes of an evaluation among the descendants of `roots`, and all below them."""
-    children = defaultdict(list)
+    below = defaultdict(list)
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                children[int(fields[1])].append(int(folder.name))
-    workers = [pid for pid in _descendants(roots, children) if _is_worker(pid)]
-    return sorted({*workers, *_descendants(workers, children)})
+                below[int(fields[1])].append(int(folder.name))
+    workers = [pid for pid in _descendants(roots, below) if _is_worker(pid)]
+    return sorted({*workers, *_descendants(workers, below)})
 
 
 def _descendants(roots: Iterable[int], children: dict[int, list[int]]) -> list[int]:

@@ -30,16 +30,16 @@ from typing import Any
 
 import torch
 
-from benchmarks._nodes import alive, workers_below
+from benchmarks._nodes import alive, children, workers_below
 from perl.base.files import SAVING
 from perl.scoring.results import METRICS
-from perl.tools.supervise import children
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S, GONE_WITHIN_S = 240.0, 60.0
 STEPS, VALIDATE, LOG = 40, 8, 2
 TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per",
-         "pool/trainer_waited", "pool/workers_idle", "pool/tokens_per_s", "pool/restarts")  # fmt: skip
+         "pool/trainer_waited", "pool/workers_idle", "pool/tokens_per_s", "pool/restarts",
+         "pool/queue", "pool/trainer_ms")  # fmt: skip
 SAMPLERS = ("rollout/logp_", "aqn/kl")
 """With an environment, and without workers, whose pieces are in step: which rows are decoded together, on which a
 log-probability's last bits depend, follows its time."""

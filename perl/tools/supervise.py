@@ -182,7 +182,7 @@ class Launcher:
     def _reap(self) -> None:
         """Wait for the launcher, and end what it has left behind, which may hold the pipe that `lines` reads."""
         if sys.platform == "linux":
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)).si_pid != self.process.pid:
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != self.process.pid:
                 with contextlib.suppress(ChildProcessError):  # `kill` has waited for it
                     os.waitpid(ended.si_pid, 0)
         self.process.wait()
