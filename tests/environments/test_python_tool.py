@@ -530,7 +530,7 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_call():
     """The training makes its step to the end, with what the call gives."""
     with PythonTool(LIMITS) as python:
         server, answer = python._server.pid, []
-        code = "import time; time.sleep(1); print(6 * 7)"
+        code = "import time; time.sleep(2); print(6 * 7)"
         call = threading.Thread(target=lambda: answer.append(text_or_error(python, code)))
         call.start()
         wait_until(lambda: len(processes(server)) == 3)
