@@ -74,7 +74,7 @@ def test_a_training_draws_by_them_and_goes_on_from_a_checkpoint(answer, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["npu_4", "zero3", "npu_fsdp2"])
 def test_workers_of_two_processes_draw_by_them(run_npu, tmp_path, strategy):
-    said = by_workers(run_npu, tmp_path, strategy, 1, quantization="int8")
+    said = by_workers(run_npu, tmp_path, strategy, 1, noise=True, quantization="int8")
     assert said["same"]
     assert min(said["quantization_kl"]) > 1e-6
 
@@ -82,7 +82,7 @@ def test_workers_of_two_processes_draw_by_them(run_npu, tmp_path, strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3"])
 def test_two_processes_draw_by_them_themselves(run_npu, tmp_path, strategy):
-    said = by_workers(run_npu, tmp_path, strategy, 0, quantization="int4", workers=0, piece_size=None)
+    said = by_workers(run_npu, tmp_path, strategy, 0, noise=True, quantization="int4", workers=0, piece_size=None)
     assert said["same"]
     assert min(said["quantization_kl"]) > 1e-6
 
