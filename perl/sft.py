@@ -8,8 +8,7 @@ from perl.base.errors import hear_signals, report_errors
 
 
 def main() -> None:
-    with report_errors():
-        hear_signals()
+    with hear_signals(), report_errors():
         from perl.finetuning.sft import fine_tune
 
         fine_tune(sys.argv[1:])

@@ -8,8 +8,7 @@ from perl.base.errors import hear_signals, report_errors
 
 
 def main() -> None:
-    with report_errors():
-        hear_signals()
+    with hear_signals(), report_errors():
         from perl.training.grpo import train
 
         train(sys.argv[1:])

@@ -227,10 +227,16 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_WHILE_RUNNING)
 
 
-def hear_signals() -> None:
-    """Let signals through that a training process of the launch script was started with, held back: its launcher has to
-    outlive them (perl.tools.supervise)."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BY_LAUNCHER)
+@contextlib.contextmanager
+def hear_signals() -> Iterator[None]:
+    """Inside, signals come through that a training process of the launch script was started with, held back: its
+    launcher has to outlive them (perl.tools.supervise). One that comes while the process ends changes nothing any
+    more."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BY_LAUNCHER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

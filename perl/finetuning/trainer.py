@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from perl.models.context import has_table
 from perl.models.folders import token_ids
 from perl.prompts import require_known
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
+from perl.runs.callbacks import StopOnSignal
 from perl.runs.metrics import StepClock, add_step, model_size, sequences
 from perl.runs.nonfinite import save_batch
 
@@ -77,6 +80,12 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         sampler = super()._get_train_sampler(train_dataset)
         return ByLength(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        own = loader.base_dataloader
+        own.worker_init_fn = functools.partial(without_signals, own.worker_init_fn)
+        return loader
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             self._micro_batches.append(inputs)
@@ -102,6 +111,15 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     def _log_step(self, metrics: dict[str, float]) -> None:
         whole = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases
         add_step(self._metrics["train"], whole)
+
+
+def without_signals(init: Callable[[int], None] | None, worker: int) -> None:
+    """worker_init_fn of a data loader's process. A signal to all processes of a job is the trainer's to hear, which
+    needs its rows until it has saved a checkpoint, and ends them."""
+    for number in StopOnSignal.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if init is not None:
+        init(worker)
 
 
 class ByLength(LengthGroupedSampler):

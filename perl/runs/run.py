@@ -173,6 +173,7 @@ def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal)
     if trainer.args.process_index == 0:
         rundir.write_applied(run_dir, trainer.applied)
     trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
+    tracking.outlive(trainer.callback_handler.callbacks)
     with plain_checkpoint(checkpoint), tied_weights_known(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
     stop.raise_if_stopped(trainer.args, trainer.state, run_dir)

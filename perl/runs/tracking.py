@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -72,6 +76,32 @@ def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str) -> None:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "tensorboard"))
     training.report_to = wanted
     training.run_name = training.run_name or run_dir.name
+
+
+def outlive(callbacks: Iterable[TrainerCallback]) -> None:
+    """From now on a tracker of transformers' that fails after the training has begun is left out, with one line: its
+    process may have got the signal by which the training ends in good order, or its server may have gone."""
+    for callback in callbacks:
+        if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
+            events = [name for name in dir(callback) if name.startswith("on_") and name != "on_train_begin"]
+            own = {event: getattr(callback, event) for event in events}
+            for event in events:
+                setattr(callback, event, functools.partial(_unless_lost, callback, own, event))
+
+
+def _unless_lost(callback: Any, own: dict[str, Callable[..., Any]], event: str, *args: Any, **kwargs: Any) -> Any:
+    if event not in own:
+        return None
+    try:
+        return own[event](*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the training does without the tracker
+        own.clear()
+        name = type(callback).__name__.removesuffix("Callback")
+        log.warning("%s failed (%s: %s): the training goes on without it", name, type(error).__name__, error)
+        if name == "Wandb":  # else it complains once more at the end of the process
+            with contextlib.suppress(Exception):
+                sys.modules["wandb"].teardown(1)
+        return None
 
 
 class WandbRunWriter(TrainerCallback):

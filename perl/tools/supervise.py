@@ -4,7 +4,7 @@
 
 SIGTERM, SIGINT and SIGHUP go to the training processes themselves, which save a checkpoint and end (StopOnSignal). The
 launcher, which would have them killed after 30 seconds, hears none, as a scheduler may send them to every process of a
-job. A second signal, and SIGQUIT, kill all. The exit code is the training processes'.
+job. A second signal, and SIGQUIT, kill all. The exit code is the training processes', and theirs alone once they run.
 
 Nothing large is imported here: this process lives as long as the training.
 """
@@ -34,19 +34,27 @@ from perl.records import PROGRESS
 
 SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
+ENDS = ("error: ", "stopped: ")
+"""How a line begins that says why a training ended."""
+LAUNCHER = "perl.tools.accelerate_launch"
 LAUNCHERS_OWN = "ChildFailedError"
 """A failed training process is reported by its own line; the launcher's about it is no news."""
 PR_SET_CHILD_SUBREAPER = 36
+LOOK_S = 0.5
 KILLED_S = 5.0
 """So long what was killed may take to end: a device's driver may hold it."""
 
 
 class Screen:
     """Shows progress and what went wrong; on a terminal the progress line stays in place. A reader that goes away
-    (`| head`) ends the showing, not the training."""
+    (`| head`) ends the showing, not the training.
+
+    Attributes:
+        told: whether a line has said why the training ended.
+    """
 
     def __init__(self) -> None:
-        self.terminal, self.open, self.pending = sys.stdout.isatty(), True, False
+        self.terminal, self.open, self.pending, self.told = sys.stdout.isatty(), True, False, False
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every locale has what is logged
 
     def show(self, line: str) -> None:
@@ -60,6 +68,7 @@ class Screen:
         if matters and LAUNCHERS_OWN not in line:
             self.end_progress()
             self.write(f"{line}\n")
+            self.told = self.told or line.startswith(ENDS)
 
     def end_progress(self) -> None:
         if self.pending:
@@ -120,7 +129,9 @@ class Launcher:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.received, self._at = 0, 0.0
+        self._begun = self._killed = False
         self._module = argv[argv.index("-m") + 1]
+        self._others = psutil.Process().children()  # as of a shell that this process has replaced: `> >(tee log)`
         self._folder = tempfile.TemporaryDirectory(prefix="perl_ranks_")  # torch leaves its own behind
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         heard = [number for number in HELD_BY_LAUNCHER if number != signal.SIGHUP or not nohup]
@@ -129,17 +140,21 @@ class Launcher:
         # A thread waits for them: a handler would run when the next line has come, where the signal arrives just before
         # the main thread begins to wait for that line. The launcher inherits that they are held.
         signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-        command = ["-u", "-m", "perl.tools.accelerate_launch", "--log_dir", self._folder.name, *argv]
+        command = ["-u", "-m", LAUNCHER, "--log_dir", self._folder.name, *argv]
+        # torch would hear SIGHUP under nohup. And `lines` are UTF-8, whatever the screen is.
+        own = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT", "PYTHONIOENCODING": "utf-8"}
         self.process = subprocess.Popen(
             [sys.executable, *command],
+            env=os.environ | own,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
         self._reaper = threading.Thread(target=self._reap, daemon=True)
         self._reaper.start()
+        threading.Thread(target=self._look_for_ranks, daemon=True).start()
+        threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
 
     def _hear(self, signals: list[int]) -> None:
         """Pass a signal on; the second one kills."""
@@ -152,28 +167,41 @@ class Launcher:
                 for rank in ranks:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         rank.send_signal(number)
-                if not ranks:  # it has not started them yet
+                if not ranks and not self._begun:
+                    self._killed = True
                     self.kill()
             elif number == signal.SIGQUIT or now - self._at > ONE_SIGNAL_S:
                 self.received = self.received or number
+                self._killed = True
                 self.kill()
                 threading.main_thread().join(KILLED_S)
                 if threading.main_thread().is_alive():  # it waits for a screen that nobody reads
                     self._folder.cleanup()
                     os._exit(128 + self.received)
 
+    def _look_for_ranks(self) -> None:
+        """Where there are none, they have ended, or have not been started."""
+        while self._reaper.is_alive() and not self._begun:
+            self._begun = bool(self.ranks())
+            time.sleep(LOOK_S)
+
     def ranks(self) -> list[psutil.Process]:
-        """The training processes that were started. accelerate starts others as well: nvidia-smi."""
+        """The training processes at work. accelerate starts others as well: nvidia-smi, which is the launcher's own
+        image for a moment."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    found += [child] if self._module in child.cmdline() else []
+                    words = child.cmdline()
+                    found += [child] if self._module in words and LAUNCHER not in words else []
         return found
 
     def kill(self) -> None:
         """End every process of the run, at once."""
-        left = psutil.Process().children(recursive=True)
+        left = [child for child in psutil.Process().children() if child not in self._others]
+        for child in tuple(left):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left += child.children(recursive=True)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -205,7 +233,8 @@ class Launcher:
         self._folder.cleanup()
         code = self.process.returncode
         code = 128 - code if code < 0 else code
-        return 128 + self.received if self.received and code > 128 else code
+        stopped = self._killed or code in (128 + self.received, 128 + signal.SIGTERM)  # torch ends the others by it
+        return 128 + self.received if self.received and stopped else code
 
 
 def main(run_dir: Path, argv: list[str]) -> int:
@@ -222,17 +251,20 @@ def main(run_dir: Path, argv: list[str]) -> int:
         raise
     code = launcher.wait()
     screen.end_progress()
+    stopped = launcher.received and code == 128 + launcher.received
     if code == 0:
         name = "model" if (run_dir / "model").is_dir() else "adapter"
         screen.write(f"{name}: {run_dir}/{name}\n")
-    elif not (launcher.received and code > 128):
+    elif stopped and not screen.told:
+        complain(f"stopped: {signal.Signals(launcher.received).name}; every process was ended at once")
+    elif not stopped:
         if (killed_by := launcher.killed_by()) is not None:
             complain(f"error: the launcher was ended by {killed_by}")
         complain(f"training ended with exit code {code}; the whole log is in {log.path}")
-        if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
-            flag = "--config.training.resume_from_checkpoint"
-            resumes = f"{flag}=auto" in argv or (flag, "auto") in pairwise(argv)
-            complain(f"run again to go on from its last checkpoint: {how_to_go_on(run_dir, resumes)}")
+    if code not in (0, EXIT_USER_ERROR) and not (stopped and screen.told) and any(run_dir.glob("checkpoint-*")):
+        flag = "--config.training.resume_from_checkpoint"
+        resumes = f"{flag}=auto" in argv or (flag, "auto") in pairwise(argv)
+        complain(f"run again to go on from its last checkpoint: {how_to_go_on(run_dir, resumes)}")
     return code
 
 

@@ -2,7 +2,7 @@
 loop, the optimizer, the log and the checkpoints. Where its loop asks for something, this file answers:
 
     training_step      the next micro-batch          Step.batch, once a generation batch
-    _compute_loss      its loss                      Step.loss
+    compute_loss       its loss                      Step.loss
     _evaluate          scores while it trains        validation.Validation
     create_optimizer, _clip_grad_norm                the critic's weights are a group of their own
     log, _save_own, …                                what is measured, and what a resumed run must know
@@ -149,7 +149,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:  # type: ignore[override]
         return inputs
 
-    def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:  # type: ignore[override]
+    def compute_loss(self, model: Any, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:  # type: ignore[override]
+        """TRL's would time it, and send W&B each micro-batch's seconds."""
         loss = self.step.loss(model, inputs, self.state.global_step, self.current_gradient_accumulation_steps)
         self.nonfinite.add(loss)
         if self.accelerator.sync_gradients:

@@ -19,7 +19,7 @@ from tests.reliability.place import Place, originals
 NUMBERS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 PHASES = {
     "rollout": "perl.engines.torch_policy.TorchPolicyEngine.stream",
-    "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
+    "update": "perl.training.trainer.PerlGRPOTrainer.compute_loss",
     "checkpoint": "perl.runs.process_state.save",
     "validation": "perl.training.validation.Validation.complete",
 }

@@ -28,9 +28,23 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 RANK = """import signal, sys, time
 from perl.base.errors import hear_signals
 signal.signal(signal.SIGTERM, lambda *_: sys.exit({ends_with}))
-hear_signals()
+with hear_signals():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+KILLED = """import os, signal, time
+from perl.base.errors import hear_signals
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+with hear_signals():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+ENDS = """import signal, time
+from perl.base.errors import hear_signals
+with hear_signals():
+    time.sleep({looked_at})
 print("ready", flush=True)
-time.sleep(600)
+{then}
 """
 
 
@@ -76,10 +90,10 @@ def ready(supervisor, tmp_path):
     assert supervisor.poll() is None
 
 
-def rank(tmp_path, ends_with):
+def rank(tmp_path, program):
     """A launcher's script, which runs one training process and ends as that does."""
-    (program := tmp_path / "rank.py").write_text(RANK.format(ends_with=ends_with))
-    return f"{sys.executable} {program} -m perl.train"
+    (tmp_path / "rank.py").write_text(program)
+    return f"{sys.executable} {tmp_path / 'rank.py'} -m perl.train"
 
 
 def test_a_signal_is_passed_on_whatever_the_main_thread_waits_for(supervise):
@@ -95,19 +109,60 @@ def test_a_signal_is_passed_on_whatever_the_main_thread_waits_for(supervise):
 @pytest.mark.parametrize(("ends_with", "code", "says"), [(143, 143, ""), (1, 1, "training ended with exit code 1;")])
 def test_the_exit_code_is_the_trainings_where_a_signal_meets_a_failure(supervise, tmp_path, ends_with, code, says):
     """As of a disk that is full when the checkpoint is written."""
-    supervisor = supervise(rank(tmp_path, ends_with))
+    supervisor = supervise(rank(tmp_path, RANK.format(ends_with=ends_with)))
     ready(supervisor, tmp_path)
     supervisor.send_signal(signal.SIGTERM)
     _, errors = supervisor.communicate(timeout=60)
     assert supervisor.returncode == code
     assert errors.startswith(says)
-    assert bool(errors) == bool(says)
+
+
+def test_a_rank_that_is_killed_after_a_signal_is_no_run_that_was_stopped(supervise, tmp_path):
+    """As by the kernel, for want of memory, while it saves."""
+    supervisor = supervise(rank(tmp_path, KILLED))
+    ready(supervisor, tmp_path)
+    supervisor.send_signal(signal.SIGTERM)
+    _, errors = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 137
+    assert errors.startswith("training ended with exit code 137;")
+
+
+@pytest.mark.parametrize(
+    "shell", [ENDS.format(looked_at=0, then="time.sleep(2)"), ENDS.format(looked_at=2, then="") + "{launcher}"]
+)
+def test_a_signal_after_the_training_has_ended_changes_nothing(supervise, tmp_path, shell):
+    """While the training process is on its way out, and while its launcher is."""
+    program, of_launcher, _ = shell.partition("{launcher}")
+    supervisor = supervise(rank(tmp_path, program) + ("\nsleep 2" if of_launcher else ""))
+    ready(supervisor, tmp_path)
+    if of_launcher:
+        until(
+            lambda: not any("rank.py" in " ".join(p.cmdline()) for p in psutil.Process(supervisor.pid).children(True))
+        )
+    supervisor.send_signal(signal.SIGTERM)
+    _, errors = supervisor.communicate(timeout=60)
+    assert (supervisor.returncode, errors) == (0, "")
+
+
+def test_what_a_shell_started_before_is_left_alone(tmp_path):
+    """`bash -c 'script > >(tee log)'`: bash becomes the supervisor, and tee its child."""
+    (launcher := tmp_path / "launcher").write_text("#!/bin/bash\nexit 3\n")
+    launcher.chmod(0o755)
+    (tmp_path / "main.py").write_text(MAIN)
+    command = (
+        f"exec {sys.executable} {tmp_path}/main.py {launcher} {tmp_path}/run > >(sleep 1; cat > {tmp_path}/log) 2>&1"
+    )
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    until(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text().endswith("output.log\n"))
+    assert done.returncode == 3
 
 
 def test_the_launcher_outlives_a_signal_that_all_processes_get(supervise, tmp_path):
-    """Else it would end the training process, which is saving a checkpoint."""
+    """Else it would end the training process, which is saving a checkpoint. Under nohup torch would hear SIGHUP."""
     held = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), sep=chr(10))"
-    supervisor = supervise(f"exec {sys.executable} -c '{held}'")
+    supervisor = supervise(
+        f"[[ ,$TORCHELASTIC_SIGNALS_TO_HANDLE, != *,SIGHUP,* ]] && exec {sys.executable} -c '{held}'"
+    )
     supervisor.communicate(timeout=60)
     assert (tmp_path / "run" / "output.log").read_text().split() == [
         str(int(number)) for number in sorted(HELD_BY_LAUNCHER)
@@ -120,7 +175,8 @@ def test_a_signal_while_the_launcher_looks_at_the_machine_ends_it(supervise, tmp
     ready(supervisor, tmp_path)
     supervisor.send_signal(signal.SIGTERM)
     shown, errors = supervisor.communicate(timeout=60)
-    assert (supervisor.returncode, shown, errors) == (143, "", "")
+    assert (supervisor.returncode, shown) == (143, "")
+    assert errors == "stopped: SIGTERM; every process was ended at once\n"
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -141,7 +197,7 @@ def test_orphans_are_waited_for(supervise, tmp_path):
 
 
 def test_sigquit_ends_all_at_once(supervise, tmp_path):
-    supervisor = supervise(rank(tmp_path, 0))
+    supervisor = supervise(rank(tmp_path, RANK.format(ends_with=0)))
     ready(supervisor, tmp_path)
     processes = psutil.Process(supervisor.pid).children(recursive=True)
     supervisor.send_signal(signal.SIGQUIT)
@@ -161,7 +217,8 @@ def test_a_second_signal_ends_it_though_nobody_reads_the_screen(supervise, tmp_p
 
 
 def test_a_locale_without_the_characters_ends_nothing(supervise, tmp_path):
-    supervisor = supervise("echo 'a WARNING of 数据集'; exit 0", PYTHONIOENCODING="latin-1")
+    warns = f"{sys.executable} -c 'print(\"a WARNING of 数据集\")'"  # which the training's processes write as UTF-8
+    supervisor = supervise(warns, PYTHONIOENCODING="latin-1")
     shown, _ = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 0
     assert shown.startswith("a WARNING of ???\n")

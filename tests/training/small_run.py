@@ -37,7 +37,7 @@ def small_run(folder: Path, name: str = "run", *words: str, **variables: str) ->
     command = [sys.executable, "-m", "perl.train", *flags, *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    (folder / f"{name}.log").write_text(done.stdout)
+    (folder / f"{name}.log").write_text(done.stdout + done.stderr)
     return folder / name
 
 

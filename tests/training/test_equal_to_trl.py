@@ -132,11 +132,11 @@ class Counting(PerlGRPOTrainer):
 
     computed = 0
 
-    def _compute_loss(self, model, inputs):
+    def compute_loss(self, model, inputs, **kwargs):
         if inputs.batch is not None and not inputs.padding:
             assert not tied([row.row for row in inputs.batch.rows]).any()
             Counting.computed += len(inputs.batch.rows)
-        return super()._compute_loss(model, inputs)
+        return super().compute_loss(model, inputs, **kwargs)
 
 
 def test_groups_of_eight_equal_weighted_sums_are_left_out():

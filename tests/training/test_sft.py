@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -166,6 +167,17 @@ def trainer_of(rows, model=None, template=CHAT_TEMPLATE, **training):
         train_dataset=to_dataset(read_rows),
         processing_class=tiny_tokenizer(template),
     )
+
+
+def test_a_signal_to_all_processes_leaves_the_loader_its_own():
+    """Else the trainer could not go on to its checkpoint."""
+    workers = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1, "per_device_train_batch_size": 1}
+    batches = iter(trainer_of(sums(), **workers).get_train_dataloader())
+    next(batches)
+    (worker,) = psutil.Process().children()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        worker.send_signal(number)
+    assert len(list(batches)) == len(sums()) - 1
 
 
 @pytest.fixture(autouse=True)

@@ -137,6 +137,27 @@ def test_wandb_and_tensorboard_share_a_run_and_a_resumed_one_goes_on_in_it(tmp_p
     assert len(list((run / "wandb").glob(f"offline-run-*-{written.id}"))) == 2
 
 
+def test_a_tracker_that_is_lost_ends_no_training(tmp_path):
+    """As by SIGTERM to all processes of a job, which W&B's does not outlive."""
+    (tmp_path / "ends.py").write_text(
+        "import psutil\n"
+        "def ends(completions, **kwargs):\n"
+        "    for child in psutil.Process().children(recursive=True):\n"
+        "        if 'wandb-core' in child.name():\n"
+        "            child.terminate()\n"
+        "            psutil.wait_procs([child])\n"
+        "    return [float(len(completion[0]['content'])) for completion in completions]\n"
+    )
+    ends = ("--config.reward.functions", json.dumps([str(tmp_path / "ends.py:ends")]))
+    run = small_run(tmp_path, "run", "--config.training.report_to", "[wandb, tensorboard]", *ends)
+    said = [line for line in (tmp_path / "run.log").read_text().splitlines() if "Error" in line]
+    assert len(said) == 1
+    assert "Wandb failed (" in said[0]
+    assert said[0].endswith(": the training goes on without it")
+    assert (run / "adapter").is_dir()
+    assert list(run.rglob("events.out.tfevents.*"))
+
+
 def test_trackio_shares_a_run_with_tensorboard(tmp_path):
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed (requirements_dev.txt)")

@@ -45,7 +45,7 @@ def test_what_we_override_of_trl_and_transformers():
     assert overridden(import_trainer()) == {
         "training_step",
         "_prepare_inputs",
-        "_compute_loss",
+        "compute_loss",
         "_evaluate",
         "create_optimizer",
         "_clip_grad_norm",

@@ -39,6 +39,12 @@ done
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
+# A pod's place among others (Kubeflow, Volcano, Slurm's scripts), for which a single process would wait.
+if [ "${WORLD_SIZE:-1}" != 1 ]; then
+    echo "WORLD_SIZE=$WORLD_SIZE is not read: this trains on this machine alone; several nodes: docs/ascend.md" >&2
+fi
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+
 # A signal that comes while the command line is checked ends the script when that is done; nothing has been started.
 trap 'exit 143' TERM
 trap 'exit 130' INT
