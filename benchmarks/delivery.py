@@ -332,7 +332,7 @@ def measure(fault: str, folder: Path, **how: Any) -> dict[str, Any]:
         "fault": fault,
         "step": at,
         "stopped_at": stopped.steps if stopped.line else None,
-        "within_one_step": stopped.line is not None and stopped.steps <= at + 1,
+        "within_one_step": stopped.line is not None and at <= stopped.steps <= at + 1,
         "line": stopped.line,
         "nats": None if fault == "truncated" else alone.apart,
         "by_comparison_alone": alone.line is not None and fault != "truncated",

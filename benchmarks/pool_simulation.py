@@ -1,18 +1,19 @@
 """How far a pool of workers carries a training: up to 512 of them, in virtual time.
 
-    python -m benchmarks.pool_simulation [--workers 8 64 512] [--lags 0 1 4] [--newest 1 4] [--steps 10]
+    python -m benchmarks.pool_simulation [--workers 8 64 512] [--lags 0 1 4] [--newest 1 4] [--steps 20]
 
 The order of the batches and the lag are the Collector's, the queue and its dispatch the WorkerPool's: their code runs.
 Workers are links that answer by a virtual clock, a piece of n completions taking the tokens of its longest one at the
 published speed of a sequence (SERVICE), and the trainer is a sum of its tokens. Lengths are log-normal. As many devices
 train as sample; a batch has the same size whatever their number (strong scaling). Sending a policy takes the parent's
 one link in turn. The lag "all" hands out every batch at the start: workers that never wait, and unbounded staleness.
-A row "newest" is rollout.max_staleness: a worker has as many groups at once as a piece has, each of which ends alone,
-takes the newest policy, and ends what it has before it takes another.
+A row "newest" is rollout.max_staleness: a worker has AT_ONCE sequences, in groups, each of which ends alone, takes the
+newest policy, and ends what it has before it takes another.
 
-Steps an hour are those of the virtual clock. Real is what the parent's dispatch costs: CPU time in WorkerPool.submit
+Steps an hour and idle times are those of the virtual clock, without the steps in which the pipeline fills or drains.
+Real is what the parent's dispatch costs: CPU time in WorkerPool.submit
 and poll, and to pickle what is sent and unpickle what comes back, for each piece. Ends in a Markdown table and a line
-of JSON; about two minutes of one core.
+of JSON; about four minutes of one core.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ BENCHMARKS.md). 910B: 529 of 20 sequences, Qwen2.5-Omni-7B (vllm-ascend 11750); 
 the update, 16,384 tokens in 12.3 s, which is little for 0.5B and about what an A2 should reach at 7B."""
 BATCH, GROUP, MEAN, SPREAD, LONGEST, PROMPT = 256, 8, 2048, 0.7, 16_384, 256
 """Prompts of a batch, completions of each; tokens of a completion (sigma of its logarithm), the most, of a prompt."""
+AT_ONCE = 64
+"""Sequences of a device at the speed of SERVICE. perl's workers take up to 256, for whose speed there is no source."""
 ADAPTER = 80e6
 """Bytes of an adapter of rank 16 on all linears of 7B in bfloat16."""
 LINK = 12.5e9
@@ -121,7 +124,6 @@ class VirtualExecutor:
             seconds = max(lengths) / self.speed
             free = max(heapq.heappop(link.free), arrives) + seconds
             heapq.heappush(link.free, free)
-            self.busy += seconds / self.room
             made = tuple(Completion(token_ids=range(n), finish_reason="stop") for n in lengths)  # type: ignore[arg-type]
             result = Result(piece.id, Drawn(made, batch.weights, batch.weights.digest, seconds), self.room)
             heapq.heappush(self.events, (free, next(self._number), link, result))
@@ -174,6 +176,7 @@ class VirtualEngine:
     def _next_event(self) -> None:
         when, _, link, result = heapq.heappop(self.executor.events)
         self.executor.clock.now = max(self.executor.clock.now, when)
+        self.executor.busy += result.completion.seconds / self.executor.room
         answer = pickle.dumps(whole(result))
         began = time.process_time()
         pickle.loads(answer)  # the worker pickles it
@@ -249,14 +252,17 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
     """A row of the table.
 
     Args:
-        lag: `steps` and more is every batch at the start.
+        lag: `steps` and more is every batch at the start; of these the first half counts, while no worker waits.
         newest: `lag` is the largest staleness.
     """
     speed, trained = SERVICE[device]
     clock = Clock()
-    piece_size, room = max(1, min(64, batch * GROUP // workers)), 1
+    piece_size, room = max(1, min(AT_ONCE, batch * GROUP // workers)), 1
     if newest:
-        piece_size, room = GROUP, max(1, piece_size // GROUP)
+        piece_size, room = GROUP, AT_ONCE // GROUP
+    filled = 1 if lag >= steps else lag + 1
+    counted = range(filled, steps // 2 if lag >= steps else steps - lag) or range(steps)
+    """Steps: before these the pipeline fills, after them it drains. All of a run that is too short to have others."""
     executor = VirtualExecutor(workers, clock, speed, room)
     with tempfile.TemporaryDirectory() as folder:
         pool = WorkerPool(executor, NoJob(), Path(folder), newest=newest)  # type: ignore[arg-type]
@@ -271,26 +277,31 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
         )  # type: ignore[arg-type]  # fmt: skip
         ages: list[float] = []
         waited, kept, staleness, began = 0.0, 0, 0, time.process_time()
+        start, busy, seconds = 0.0, 0.0, 0.0
         for step in range(steps):
+            if step == counted.start:
+                start, busy, waited = clock.now, executor.busy, 0.0
             engine.publish(weights := Weights(version=step))
             before = clock.now
             drawn, _ = collector.collect(weights, steps - step)
-            waited += clock.now - before
+            waited += (clock.now - before) * (step in counted)
             drew = {row.weights for row in drawn}
             kept = max(kept, len({each.weights for each in collector.ahead} | {weights} | drew))
             staleness = max(staleness, step - min(drew).version)
             ages.append(sum(step - row.weights.version for row in drawn) / len(drawn))
             tokens = sum(len(row.token_ids) + len(row.prompt_ids) for row in drawn)
             engine.pass_time(tokens / (trained * workers))
+            if step + 1 == counted.stop:
+                seconds, busy = clock.now - start, executor.busy - busy
         pool.unfinished.clear()
     return {
         "device": device,
         "workers": workers,
         "lag": f"newest {lag}" if newest else "all" if lag >= steps else lag,
         "piece_size": piece_size,
-        "steps_per_hour": round(steps / clock.now * 3600, 1),
-        "trainer_idle": round(waited / clock.now, 3),
-        "workers_idle": round(1 - executor.busy / (clock.now * workers), 3),
+        "steps_per_hour": round(len(counted) / seconds * 3600, 1),
+        "trainer_idle": round(waited / seconds, 3),
+        "workers_idle": round(max(0.0, 1 - busy / (seconds * workers)), 3),
         "gb_sent_per_step": round(executor.sent / steps / 1e9, 2),
         "kept_gb": round(kept * ADAPTER / 1e9, 2),
         "staleness": staleness,
@@ -307,7 +318,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, nargs="*", default=[8, 64, 512])
     parser.add_argument("--lags", type=int, nargs="*", default=[0, 1, 4])
     parser.add_argument("--newest", type=int, nargs="*", default=[1, 4], help="rollout.max_staleness")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=BATCH, help="prompts")
     return parser
 

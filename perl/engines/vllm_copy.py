@@ -2,7 +2,7 @@
 
 Both ends hash what vLLM serves of a policy, in one form: A and the scaled B of each layer in the engine's dtype, and
 the norms that get noise, with it. The engine's are read from the memory that it multiplies by. The rest of the base,
-which vLLM packs on a CPU, is hashed as the files that it is loaded from, once (about 1.5 s a GB); what it
+which vLLM packs on a CPU, is hashed as the files that it is loaded from, at each start (about 1.5 s a GB); what it
 computes is compared by log-probabilities (perl.training.passes).
 """
 

@@ -57,7 +57,9 @@ def lines(folder: Path, now: float) -> list[str]:
         step, row = steps[-1]
         when = f", {ago(now, row['time'])}" if isinstance(row.get("time"), float) else ""
         found.append(f"step {step}{when}  {shown(row, SHOWN)}")
-        if further := shown(row, WORKERS):
+        # A step may have drawn nothing (num_iterations): of each the last value.
+        drawn = {name: each[name] for _, each in steps for name in WORKERS if name in each}
+        if further := shown(drawn, WORKERS):
             found.append(further)
     else:
         found.append("no step is logged yet")

@@ -116,6 +116,8 @@ class PoolEngine:
         self._waited, self._since = 0.0, time.perf_counter()
         self._worked, self._tokens = 0.0, 0
         """Seconds of this thread's processor for what workers draw, and tokens that it was given."""
+        self._queued = 0
+        """Pieces without a worker when the last batch was whole."""
 
     def publish(self, weights: Weights) -> None:
         self.local.publish(weights)
@@ -187,6 +189,8 @@ class PoolEngine:
             self._tokens += drawn.tokens
             self._worked += time.thread_time() - worked
             yield from completed
+        if self._background is not None:
+            self._queued = self._background.queued
 
     def _answer(self, piece: Piece) -> Drawn | UserError:
         """What became of a piece, or what ends the run, on every process. However long that takes, none of them waits
@@ -207,7 +211,7 @@ class PoolEngine:
             metrics["pool/trainer_ms_per_1024_tokens"] = 1024e3 * self._worked / self._tokens
         self._waited, self._since, self._worked, self._tokens = 0.0, now, 0.0, 0
         if self._background is not None:
-            metrics |= self._background.take_metrics(elapsed)
+            metrics |= self._background.take_metrics(elapsed) | {"pool/queue": float(self._queued)}
         return self.local.take_metrics() | self._realized | metrics
 
     # The policy
@@ -411,16 +415,21 @@ class _Background:
             busy, drained, drawn = self._busy, self._drained, self._drawn
             # What is above all that they had is of a piece that began before, and that interval lacks.
             self._busy, self._drained, self._drawn = max(0.0, busy - had), 0.0, {}
-            queued = sum(len(pieces) for _, pieces in self._submitted) + self.pool.queued
-        rates = [tokens / seconds for tokens, seconds in drawn.values() if seconds]
+        # Of pieces that are drawn at once, how long each has taken says nothing of a worker's speed.
+        rates = [] if self.pool.newest else [tokens / seconds for tokens, seconds in drawn.values() if seconds]
         speeds = {"pool/tokens_per_s_min": min(rates), "pool/tokens_per_s_max": max(rates)} if rates else {}
         return speeds | {
             "pool/workers_idle": max(0.0, 1.0 - busy / had),
             "pool/workers_draining": drained / had,
             "pool/tokens_per_s": sum(tokens for tokens, _ in drawn.values()) / elapsed,
-            "pool/queue": float(queued),
             "pool/restarts": float(self.pool.restarts),
         }
+
+    @property
+    def queued(self) -> int:
+        """Pieces without a worker."""
+        with self._changed:
+            return sum(len(pieces) for _, pieces in self._submitted) + self.pool.queued
 
     def close(self) -> None:
         """No process of the workers is left afterwards."""

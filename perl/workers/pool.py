@@ -185,7 +185,7 @@ class WorkerPool:
         """By a worker at its work, `alike`, since something was completed."""
         self._pending: deque[Request] = deque()
         """No worker has had them."""
-        self._newest, self._latest = newest, None
+        self.newest, self._latest = newest, None
         """`_latest`: the weights of the last `submit`."""
         self._weights: dict[RequestId, Any] = {}
         self._payloads: dict[Any, Payload] = {}
@@ -229,7 +229,7 @@ class WorkerPool:
             )
         self.unfinished |= {request.id: request for request in requests}
         before, self._latest = self._latest, weights
-        complete = self._pending if self._newest else requests
+        complete = self._pending if self.newest else requests
         self._weights |= dict.fromkeys((request.id for request in complete), weights)
         self._drop_payload(before)
 
@@ -319,7 +319,7 @@ class WorkerPool:
 
     def _drop_payload(self, weights: Any) -> None:
         """Of weights that nothing needs any more."""
-        if weights not in self._payloads or (self._newest and weights == self._latest):
+        if weights not in self._payloads or (self.newest and weights == self._latest):
             return
         if weights not in self._weights.values():
             del self._payloads[weights]
@@ -379,7 +379,7 @@ class WorkerPool:
                 self._renew(requests)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
-                most = int(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
+                most = int(worker.max_num_seqs * (1.0 if self.newest else PREFETCH))
                 goal = min(most, math.ceil(len(self.unfinished) / living))
                 requests = self._take(goal - len(worker.held))
             assert worker.link is not None
@@ -407,7 +407,7 @@ class WorkerPool:
 
     def _renew(self, requests: Sequence[Request]) -> None:
         """With `newest`, the weights of the last `submit` complete what is to be handed out again."""
-        if not self._newest:
+        if not self.newest:
             return
         before = {self._weights[request.id] for request in requests}
         self._weights |= dict.fromkeys((request.id for request in requests), self._latest)
@@ -420,7 +420,7 @@ class WorkerPool:
         # One that hangs, where another has begun, may have met a file system that is slow for it alone.
         hangs = silent and self.first_ready is not None
         # Its weights may have been done, and removed, while it still loaded them.
-        wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
+        wanted = bool(self._weights) if self.newest else worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted and not hangs
         raised = alike(worker.failure.message) if held and worker.failure is not None and not silent else None
         from_outside = worker.failure is None

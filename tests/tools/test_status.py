@@ -17,7 +17,8 @@ def test_it_says_who_works_what_was_logged_and_what_each_worker_said_last(tmp_pa
         {"step": 7, "time": 130.0, "loss": 0.1, "reward": 0.25, "pool/trainer_waited": 0.12, "pool/workers_idle": 0.5,
          "pool/staleness": 1.5, "pool/staleness_max": 2.0, "rollout/engine_mismatch": 2e-7, "pool/queue": 3.0,
          "pool/tokens_per_s": 90.0, "pool/tokens_per_s_min": 31.0, "pool/tokens_per_s_max": 62.0},
-        {"step": 7, "time": 131.0, "val-core/gsm8k/acc/mean@1": 0.5},
+        {"step": 8, "time": 130.0, "loss": 0.1, "rollout/logp_kl": 1e-3},
+        {"step": 8, "time": 131.0, "val-core/gsm8k/acc/mean@1": 0.5},
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "checkpoint-5").mkdir()
@@ -31,8 +32,9 @@ def test_it_says_who_works_what_was_logged_and_what_each_worker_said_last(tmp_pa
     said = re.sub(r"\d+:\d\d:\d\d ago", "LONG ago", capsys.readouterr().out).splitlines()
     assert said == [
         f"{tmp_path}: process {os.getpid()} works in it",
-        "step 7, LONG ago  reward 0.250  loss 0.1000  trainer waited 12%  workers idle 50%  staleness 2",
-        "mean staleness 1.50  engine mismatch 2.0e-07 nats  queue 3  workers 90 tok/s  slowest 31  fastest 62",
+        "step 8, LONG ago  loss 0.1000",
+        "mean staleness 1.50  engine mismatch 2.0e-07 nats  drift 1.0e-03 nats  queue 3  workers 90 tok/s  slowest 31"
+        "  fastest 62",
         "checkpoint-5, LONG ago",
         "worker-0, LONG ago: ready",
         "worker-1, LONG ago: has said nothing",

@@ -435,18 +435,20 @@ def test_workers_that_never_wait_are_shown_idle_before_their_first_piece_alone(t
 
 def test_the_queue_and_the_speed_of_each_worker_are_shown(tmp_path):
     """Of a, 300 tokens in 2 + 4 s, and of b 30 in 3 s; nothing of a worker that has finished no piece."""
-    pool = WorkerPool(LocalExecutor(2, 1, taken=1), EngineJob("hf", {}), tmp_path)
-    pool.submit("version", [Piece((0, 0), ()), Piece((0, 1), ())])
-    assert pool.queued == 2
     background = _Background(WorkerPool(LocalExecutor(2, 1, taken=1), EngineJob("hf", {}), tmp_path))
+    background.pool.submit("version", [Piece((0, 0), ()), Piece((0, 1), ())])
+    assert background.queued == 2
     for worker, tokens, seconds in (("a", 100, 2.0), ("b", 30, 3.0), ("a", 200, 4.0)):
         drawn = (Completion(token_ids=tuple(range(tokens)), finish_reason="stop"),)
         background._count(Drawn(drawn, Version("run", Weights(), ""), "", seconds, worker=worker))
     shown = [background.take_metrics(10.0) for _ in range(2)]
-    background.close()
     names = [f"pool/tokens_per_s{end}" for end in ("", "_min", "_max")]
-    assert [shown[0][name] for name in [*names, "pool/queue"]] == [33.0, 10.0, 50.0, 0.0]
+    assert [shown[0][name] for name in names] == [33.0, 10.0, 50.0]
+    background.pool.newest = True  # pieces are drawn at once
+    background._count(Drawn((), Version("run", Weights(), ""), "", 3.0, worker="a"))
+    assert background.take_metrics(10.0).keys().isdisjoint(names[1:])
     assert shown[1].keys() == shown[0].keys() - {*names[1:]}
+    background.close()
 
 
 class Remove(TrainerCallback):
