@@ -48,6 +48,8 @@ BENCHMARKS.md). 910B: 529 of 20 sequences, Qwen2.5-Omni-7B (vllm-ascend 11750); 
 the update, 16,384 tokens in 12.3 s, which is little for 0.5B and about what an A2 should reach at 7B."""
 BATCH, GROUP, MEAN, SPREAD, LONGEST, PROMPT = 256, 8, 2048, 0.7, 16_384, 256
 """Prompts of a batch, completions of each; tokens of a completion (sigma of its logarithm), the most, of a prompt."""
+EDGE = 5
+"""Steps in which the pipeline fills, and in which it drains, that a run of more steps than these does not count."""
 AT_ONCE = 64
 """Sequences of a device at the speed of SERVICE. perl's workers take up to 256, for whose speed there is no source."""
 ADAPTER = 80e6
@@ -252,7 +254,7 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
     """A row of the table.
 
     Args:
-        lag: `steps` and more is every batch at the start; of these the first half counts, while no worker waits.
+        lag: `steps` and more is every batch at the start.
         newest: `lag` is the largest staleness.
     """
     speed, trained = SERVICE[device]
@@ -260,9 +262,7 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
     piece_size, room = max(1, min(AT_ONCE, batch * GROUP // workers)), 1
     if newest:
         piece_size, room = GROUP, AT_ONCE // GROUP
-    filled = 1 if lag >= steps else lag + 1
-    counted = range(filled, steps // 2 if lag >= steps else steps - lag) or range(steps)
-    """Steps: before these the pipeline fills, after them it drains. All of a run that is too short to have others."""
+    counted = range(EDGE, steps - EDGE) or range(steps)
     executor = VirtualExecutor(workers, clock, speed, room)
     with tempfile.TemporaryDirectory() as folder:
         pool = WorkerPool(executor, NoJob(), Path(folder), newest=newest)  # type: ignore[arg-type]

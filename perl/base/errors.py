@@ -231,12 +231,13 @@ def report_errors() -> Iterator[None]:
 def hear_signals() -> Iterator[None]:
     """Inside, signals come through that a training process of the launch script was started with, held back: its
     launcher has to outlive them (perl.tools.supervise). One that comes while the process ends changes nothing any
-    more."""
+    more, whichever thread it is given to."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BY_LAUNCHER)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in before.intersection(HELD_BY_LAUNCHER):
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,11 +117,18 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
 
 def without_signals(init: Callable[[int], None] | None, worker: int) -> None:
     """worker_init_fn of a data loader's process. A signal to all processes of a job is the trainer's to hear, which
-    needs its rows until it has saved a checkpoint, and ends them."""
-    for number in StopOnSignal.SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    needs its rows until it has saved a checkpoint. The trainer's own ends it."""
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, StopOnSignal.SIGNALS)
+        threading.Thread(target=end_by_the_parents_signal, daemon=True).start()
     if init is not None:
         init(worker)
+
+
+def end_by_the_parents_signal() -> None:
+    while signal.sigwaitinfo(StopOnSignal.SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class ByLength(LengthGroupedSampler):

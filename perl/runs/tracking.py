@@ -81,24 +81,32 @@ def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str) -> None:
 def outlive(callbacks: Iterable[TrainerCallback]) -> None:
     """From now on a tracker of transformers' that fails after the training has begun is left out, with one line: its
     process may have got the signal by which the training ends in good order, or its server may have gone."""
+    names = {kind: name for name, kind in INTEGRATION_TO_CALLBACK.items()}
     for callback in callbacks:
-        if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
-            events = [name for name in dir(callback) if name.startswith("on_") and name != "on_train_begin"]
+        if (name := names.get(type(callback))) is not None:
+            events = [event for event in dir(callback) if event.startswith("on_") and event != "on_train_begin"]
             own = {event: getattr(callback, event) for event in events}
             for event in events:
-                setattr(callback, event, functools.partial(_unless_lost, callback, own, event))
+                setattr(callback, event, functools.partial(_unless_lost, name, own, event))
 
 
-def _unless_lost(callback: Any, own: dict[str, Callable[..., Any]], event: str, *args: Any, **kwargs: Any) -> Any:
+def _unless_lost(
+    name: str, own: dict[str, Callable[..., Any]], event: str, args: Any, *others: Any, **more: Any
+) -> Any:
+    """
+    Args:
+        own: the tracker's methods by event, none once it is lost.
+        args: the training's, the first of what an event is given.
+    """
     if event not in own:
         return None
     try:
-        return own[event](*args, **kwargs)
+        return own[event](args, *others, **more)
     except Exception as error:  # noqa: BLE001  # whatever it is, the training does without the tracker
         own.clear()
-        name = type(callback).__name__.removesuffix("Callback")
+        args.report_to = [each for each in args.report_to if each != name]  # by which TRL sends tables of completions
         log.warning("%s failed (%s: %s): the training goes on without it", name, type(error).__name__, error)
-        if name == "Wandb":  # else it complains once more at the end of the process
+        if name == "wandb":  # else it complains once more at the end of the process
             with contextlib.suppress(Exception):
                 sys.modules["wandb"].teardown(1)
         return None

@@ -57,10 +57,10 @@ def lines(folder: Path, now: float) -> list[str]:
         step, row = steps[-1]
         when = f", {ago(now, row['time'])}" if isinstance(row.get("time"), float) else ""
         found.append(f"step {step}{when}  {shown(row, SHOWN)}")
-        # A step may have drawn nothing (num_iterations): of each the last value.
-        drawn = {name: each[name] for _, each in steps for name in WORKERS if name in each}
-        if further := shown(drawn, WORKERS):
-            found.append(further)
+        # A step may have drawn nothing (num_iterations).
+        drew, row = next((each for each in reversed(steps) if "pool/tokens_per_s" in each[1]), steps[-1])
+        if further := shown(row, WORKERS):
+            found.append(further if drew == step else f"step {drew}  {further}")
     else:
         found.append("no step is logged yet")
     if checkpoints := checkpoints_in(folder):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,9 @@ LAUNCHER = "perl.tools.accelerate_launch"
 LAUNCHERS_OWN = "ChildFailedError"
 """A failed training process is reported by its own line; the launcher's about it is no news."""
 PR_SET_CHILD_SUBREAPER = 36
+OF_OTHERS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(PET|PMI)_\w+|(OMPI|MV2)_COMM_WORLD_\w+")
+"""Variables by which a pod or MPI tells a process its place among others, for which torchrun would wait: the run is of
+this machine alone."""
 LOOK_S = 0.5
 KILLED_S = 5.0
 """So long what was killed may take to end: a device's driver may hold it."""
@@ -112,7 +116,8 @@ class Log:
             self.file.write(text.encode(errors="surrogateescape"))
             self.file.flush()
         except OSError as error:
-            self.screen.show(f"error: {self.path}: {error.strerror}; the training goes on, and its log ends here")
+            self.screen.end_progress()
+            self.screen.write(f"error: {self.path}: {error.strerror}; the training goes on, and its log ends here\n")
             with contextlib.suppress(OSError):
                 self.file.close()
 
@@ -141,11 +146,12 @@ class Launcher:
         # the main thread begins to wait for that line. The launcher inherits that they are held.
         signal.pthread_sigmask(signal.SIG_BLOCK, heard)
         command = ["-u", "-m", LAUNCHER, "--log_dir", self._folder.name, *argv]
-        # torch would hear SIGHUP under nohup. And `lines` are UTF-8, whatever the screen is.
-        own = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT", "PYTHONIOENCODING": "utf-8"}
+        environment = {name: value for name, value in os.environ.items() if not OF_OTHERS.fullmatch(name)}
+        environment["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGQUIT"  # of torchrun, which hears SIGHUP under nohup
+        environment["PYTHONIOENCODING"] = "utf-8:surrogateescape"  # as `lines` are read, whatever the screen is
         self.process = subprocess.Popen(
             [sys.executable, *command],
-            env=os.environ | own,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -234,7 +240,7 @@ class Launcher:
         code = self.process.returncode
         code = 128 - code if code < 0 else code
         stopped = self._killed or code in (128 + self.received, 128 + signal.SIGTERM)  # torch ends the others by it
-        return 128 + self.received if self.received and stopped else code
+        return 128 + self.received if code and self.received and stopped else code
 
 
 def main(run_dir: Path, argv: list[str]) -> int:

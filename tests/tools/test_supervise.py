@@ -39,9 +39,10 @@ with hear_signals():
     print("ready", flush=True)
     time.sleep(600)
 """
-ENDS = """import signal, time
+ENDS = """import signal, threading, time
 from perl.base.errors import hear_signals
 with hear_signals():
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()  # which may be given a signal too
     time.sleep({looked_at})
 print("ready", flush=True)
 {then}
@@ -158,15 +159,42 @@ def test_what_a_shell_started_before_is_left_alone(tmp_path):
 
 
 def test_the_launcher_outlives_a_signal_that_all_processes_get(supervise, tmp_path):
-    """Else it would end the training process, which is saving a checkpoint. Under nohup torch would hear SIGHUP."""
+    """Else it would end the training process, which is saving a checkpoint."""
     held = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), sep=chr(10))"
-    supervisor = supervise(
-        f"[[ ,$TORCHELASTIC_SIGNALS_TO_HANDLE, != *,SIGHUP,* ]] && exec {sys.executable} -c '{held}'"
-    )
+    supervisor = supervise(f"exec {sys.executable} -c '{held}'")
     supervisor.communicate(timeout=60)
     assert (tmp_path / "run" / "output.log").read_text().split() == [
         str(int(number)) for number in sorted(HELD_BY_LAUNCHER)
     ]
+
+
+@pytest.mark.slow
+def test_torchrun_of_a_pod_and_under_nohup(tmp_path):
+    """Two real processes: they wait for no other node, and none hears SIGHUP."""
+    (tmp_path / "rank.py").write_text(
+        "import pathlib, time\nprint('ready', flush=True)\nwhile not pathlib.Path('go').exists(): time.sleep(0.1)\n"
+    )
+    main = f"{ROOT}/scripts/accelerate/cpu.yaml', '--num_processes', '2', '-m', 'rank"
+    program = f"""import sys
+from pathlib import Path
+from perl.tools import supervise
+sys.exit(supervise.main(Path("run"), ['--config_file', '{main}']))
+"""
+    place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.255.255.1", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
+    environment = os.environ | place | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    log = tmp_path / "run" / "output.log"
+    until(lambda: log.exists() and log.read_text().count("ready") == 2)
+    for process in psutil.Process(supervisor.pid).children(recursive=True):
+        process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    (tmp_path / "go").touch()
+    assert supervisor.wait(timeout=120) == 0, log.read_text()
 
 
 def test_a_signal_while_the_launcher_looks_at_the_machine_ends_it(supervise, tmp_path):

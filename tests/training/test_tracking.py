@@ -149,10 +149,11 @@ def test_a_tracker_that_is_lost_ends_no_training(tmp_path):
         "    return [float(len(completion[0]['content'])) for completion in completions]\n"
     )
     ends = ("--config.reward.functions", json.dumps([str(tmp_path / "ends.py:ends")]))
-    run = small_run(tmp_path, "run", "--config.training.report_to", "[wandb, tensorboard]", *ends)
+    tables = ("--config.training.log_completions", "true")
+    run = small_run(tmp_path, "run", "--config.training.report_to", "[wandb, tensorboard]", *ends, *tables)
     said = [line for line in (tmp_path / "run.log").read_text().splitlines() if "Error" in line]
     assert len(said) == 1
-    assert "Wandb failed (" in said[0]
+    assert "wandb failed (" in said[0]
     assert said[0].endswith(": the training goes on without it")
     assert (run / "adapter").is_dir()
     assert list(run.rglob("events.out.tfevents.*"))

@@ -39,7 +39,7 @@ done
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
-# A pod's place among others (Kubeflow, Volcano, Slurm's scripts), for which a single process would wait.
+# A pod's place among others (Kubeflow, Volcano): a process of rank 1 would leave it to rank 0 to say what is wrong.
 if [ "${WORLD_SIZE:-1}" != 1 ]; then
     echo "WORLD_SIZE=$WORLD_SIZE is not read: this trains on this machine alone; several nodes: docs/ascend.md" >&2
 fi
