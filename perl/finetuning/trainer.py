@@ -83,7 +83,7 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         return ByLength(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        loader = super()._get_dataloader(*args, **kwargs)
+        loader: Any = super()._get_dataloader(*args, **kwargs)
         own = loader.base_dataloader
         own.worker_init_fn = functools.partial(without_signals, own.worker_init_fn)
         return loader
